@@ -1,0 +1,1 @@
+"""Pallas and Triton kernels: arrays and Python ints in, arrays out."""
