@@ -1,0 +1,48 @@
+"""Settings of every test run: strict JAX, one hypothesis profile, GPU skips."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+# `JAX_PLATFORMS=cpu` on a machine with a GPU means: test as if it had none.
+HAS_GPU = os.environ.get("JAX_PLATFORMS") != "cpu" and any(
+    Path(device).exists() for device in ("/dev/nvidia0", "/dev/nvidiactl")
+)
+GPU_SKIP_REASON = "marked gpu, and there is no NVIDIA GPU to use"
+
+if not HAS_GPU:
+    # The plugin that compiles for a GPU is installed and would look for one. The
+    # variable is for child processes, the setting for this one: JAX reads the
+    # variable when it is imported, but no device before the first use.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Each new shape compiles, so examples are few; a failure must come back when
+# the test is run again.
+hypothesis.settings.register_profile(
+    "ukv", derandomize=True, deadline=None, max_examples=10
+)
+hypothesis.settings.load_profile("ukv")
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=GPU_SKIP_REASON))
+
+
+def pytest_terminal_summary(terminalreporter):
+    num_skipped = sum(
+        GPU_SKIP_REASON in str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if num_skipped:
+        terminalreporter.write_line(f"{num_skipped} tests skipped: {GPU_SKIP_REASON}")
