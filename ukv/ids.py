@@ -1,0 +1,109 @@
+"""The three id spaces of a page, as three types that cannot be mixed.
+
+A virtual id and a physical id overlap in value, so a forgotten or doubled
+translation reads plausible garbage instead of failing. Here each space is a pytree
+type of its own, and every function that takes ids checks the type and the name of
+the sub-pool while it is traced:
+
+    VirtualPages  --translator-->  KernelBlocks      (what kernels index with)
+    VirtualPages  --allocator--->  PhysicalPages     (what page moves index with)
+
+Ids are int32 arrays of any shape. Virtual id 0 is the null page: never allocated,
+used as padding.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+
+from ukv.errors import IdSpaceError
+
+NULL_PAGE = 0
+
+
+@flax.struct.dataclass
+class VirtualPages:
+    """Ids that callers hold; they never change while the page lives.
+
+    Attributes:
+      ids: int32, any shape; 0 is the null page (padding).
+      space: Name of the sub-pool that owns the id space.
+    """
+
+    ids: jax.Array
+    space: str = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class PhysicalPages:
+    """Where pages lie now, on the page grid of one sub-pool.
+
+    Attributes:
+      ids: int32, any shape; at or past the sub-pool's ``num_pages`` means absent.
+      sub_pool: Name of the sub-pool whose grid the ids count.
+    """
+
+    ids: jax.Array
+    sub_pool: str = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class KernelBlocks:
+    """Block ids that kernels index with, the same for all layers of a sub-pool.
+
+    Attributes:
+      ids: int32, any shape; entries past a row's live pages hold the padding value
+        of the backend that reads them.
+      sub_pool: Name of the sub-pool whose row blocks the ids count.
+    """
+
+    ids: jax.Array
+    sub_pool: str = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class KernelRows:
+    """Translated write locations: kernel rows of single tokens.
+
+    Attributes:
+      ids: int32, any shape; a row at or past the view's ``num_rows`` is never written.
+      sub_pool: Name of the sub-pool whose kernel rows the ids count.
+    """
+
+    ids: jax.Array
+    sub_pool: str = flax.struct.field(pytree_node=False)
+
+
+_NAMES = {
+    VirtualPages: "virtual page ids",
+    PhysicalPages: "physical page ids",
+    KernelBlocks: "kernel block ids",
+    KernelRows: "kernel rows (write locations)",
+}
+
+
+def require_ids(value: Any, kind: type, *, owner: str, argument: str) -> jax.Array:
+    """Return the raw ids of ``value`` after checking its space and owner.
+
+    Args:
+      value: What the caller passed.
+      kind: One of the id types of this module.
+      owner: Name of the sub-pool that the ids must belong to.
+      argument: Name of the caller's argument, for the message.
+
+    Raises:
+      IdSpaceError: ``value`` is of another space, or belongs to another sub-pool.
+    """
+    if not isinstance(value, kind):
+        found = _NAMES.get(type(value), f"{type(value).__name__} without a space")
+        raise IdSpaceError(
+            f"{argument} takes {_NAMES[kind]} of {owner!r}, not {found}; "
+            "only the translator turns one space into the next"
+        )
+    found_owner = value.space if isinstance(value, VirtualPages) else value.sub_pool
+    if found_owner != owner:
+        raise IdSpaceError(
+            f"{argument} takes {_NAMES[kind]} of {owner!r}, not of {found_owner!r}"
+        )
+    return value.ids

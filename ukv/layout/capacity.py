@@ -1,0 +1,143 @@
+"""Closed-form capacity: how much a layout holds, without running the allocator."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from ukv.errors import SpecError
+from ukv.layout.placement import place, spans_fit
+from ukv.layout.pool import PoolLayout
+from ukv.layout.sub_pool import SubPoolLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestShape:
+    """Lengths of a request, for capacity questions.
+
+    Attributes:
+      num_tokens: Prompt and output together.
+      chunk_len: Most tokens that one step adds; a window sub-pool holds the window
+        and the chunk at once. 1 means decode only; a prompt that is prefilled whole
+        has its own length.
+    """
+
+    num_tokens: int
+    chunk_len: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that both lengths are positive."""
+        if self.num_tokens < 1 or self.chunk_len < 1:
+            raise SpecError(
+                f"num_tokens={self.num_tokens} and chunk_len={self.chunk_len} must "
+                "be 1 or more"
+            )
+
+
+def spanned_pages(num_tokens: int, page_size: int) -> int:
+    """Return the most pages that ``num_tokens`` tokens in a row can touch.
+
+    Example: 17 tokens in pages of 16 touch at most 3, when they begin with the last
+    token of a page.
+    """
+    return (num_tokens + page_size - 2) // page_size + 1
+
+
+def pages_of_request(sub: SubPoolLayout, shape: RequestShape) -> int:
+    """Return the most pages of ``sub`` that such a request holds at once.
+
+    A window of W tokens keeps the W - 1 tokens before a chunk visible to it.
+    """
+    if not sub.spec.grows:
+        return 1
+    pages = -(-shape.num_tokens // sub.page_size)
+    if sub.spec.window is None:
+        return pages
+    held = min(sub.spec.window - 1 + shape.chunk_len, shape.num_tokens)
+    return min(pages, spanned_pages(held, sub.page_size))
+
+
+def pages_fit(layout: PoolLayout, pages: Mapping[str, int]) -> bool:
+    """Return whether a pool of this layout can hold ``pages`` at once.
+
+    Raises:
+      UnknownSubPoolError: A name is no sub-pool's.
+    """
+    for name in pages:
+        layout.sub_pool(name)
+    counts = [pages.get(sub.name, 0) for sub in layout.sub_pools]
+    if not layout.is_unified:
+        return all(
+            count <= sub.num_pages - sub.owns_ids
+            for sub, count in zip(layout.sub_pools, counts, strict=True)
+        )
+    if any(
+        count > sub.num_pages
+        for sub, count in zip(layout.sub_pools, counts, strict=True)
+    ):
+        return False
+    wanted = np.asarray(counts, np.int32)
+    lo, fits = place(layout, np.zeros_like(wanted), wanted, np)
+    return bool(fits) and bool(spans_fit(layout, lo, lo + wanted, np))
+
+
+def _largest(fits, upper: int) -> int:
+    """Return the largest ``n`` in ``[0, upper]`` for which ``fits(n)`` holds."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def max_pages(
+    layout: PoolLayout, name: str, held: Mapping[str, int] | None = None
+) -> int:
+    """Return the most pages of one sub-pool beside the ``held`` pages of others."""
+    sub = layout.sub_pool(name)
+    others = {key: n for key, n in (held or {}).items() if key != name}
+    return _largest(lambda n: pages_fit(layout, {**others, name: n}), sub.num_pages)
+
+
+def max_requests(layout: PoolLayout, shape: RequestShape) -> int:
+    """Return how many requests of this shape the pool holds at once."""
+    each = {sub.name: pages_of_request(sub, shape) for sub in layout.sub_pools}
+    upper = min(
+        sub.num_pages // each[sub.name] for sub in layout.sub_pools if each[sub.name]
+    )
+    return _largest(
+        lambda n: pages_fit(layout, {name: n * p for name, p in each.items()}), upper
+    )
+
+
+def max_tokens(layout: PoolLayout, *, num_requests: int = 1) -> int:
+    """Return the most tokens that ``num_requests`` requests hold together.
+
+    Each holds its states and one window, and the tokens lie in full pages.
+    """
+    grows = [sub for sub in layout.sub_pools if sub.spec.grows]
+    full = [sub for sub in grows if sub.spec.window is None]
+    if not full:
+        raise SpecError(
+            "no sub-pool keeps every token: a pool of windows and states has no "
+            "token capacity, ask max_requests instead"
+        )
+    pages_of_one = max(sub.num_pages for sub in full)
+
+    def fits(tokens_per_page: int) -> bool:
+        held = {}
+        for sub in layout.sub_pools:
+            if not sub.spec.grows:
+                held[sub.name] = num_requests
+            elif sub.spec.window is None:
+                held[sub.name] = tokens_per_page
+            else:
+                shape = RequestShape(
+                    num_tokens=max(tokens_per_page, 1) * sub.page_size
+                )
+                held[sub.name] = min(
+                    tokens_per_page, num_requests * pages_of_request(sub, shape)
+                )
+        return pages_fit(layout, held)
+
+    return _largest(fits, pages_of_one) * full[0].page_size
