@@ -31,6 +31,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ukv")
 
 
+def pytest_configure(config):
+    # Importing JAX with the plugin prints, once per library, that there is no CUDA
+    # driver. Under xdist nobody reads what the controller captured so far, and it
+    # would follow the summary.
+    if not HAS_GPU:
+        config.pluginmanager.getplugin("capturemanager").read_global_capture()
+
+
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
         return
