@@ -1,0 +1,1 @@
+"""Independent NumPy float64 oracles: no JAX, no code under test, no defaults."""
