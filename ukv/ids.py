@@ -21,6 +21,9 @@ from ukv.errors import IdSpaceError
 
 NULL_PAGE = 0
 
+ABSENT_BLOCK = 2**31 - 1
+"""The block id of a padded write: past the end of every pool."""
+
 
 @flax.struct.dataclass
 class VirtualPages:
@@ -63,15 +66,18 @@ class KernelBlocks:
 
 
 @flax.struct.dataclass
-class KernelRows:
-    """Translated write locations: kernel rows of single tokens.
+class WriteLocations:
+    """Where the new tokens of a step go: translated once, the same for all layers.
 
     Attributes:
-      ids: int32, any shape; a row at or past the view's ``num_rows`` is never written.
-      sub_pool: Name of the sub-pool whose kernel rows the ids count.
+      blocks: int32, any shape; block id of each token's page, ``ABSENT_BLOCK`` for a
+        token that must not be written.
+      offsets: int32, same shape; place of the token in its page.
+      sub_pool: Name of the sub-pool whose row blocks the ids count.
     """
 
-    ids: jax.Array
+    blocks: jax.Array
+    offsets: jax.Array
     sub_pool: str = flax.struct.field(pytree_node=False)
 
 
@@ -79,12 +85,12 @@ _NAMES = {
     VirtualPages: "virtual page ids",
     PhysicalPages: "physical page ids",
     KernelBlocks: "kernel block ids",
-    KernelRows: "kernel rows (write locations)",
+    WriteLocations: "write locations",
 }
 
 
-def require_ids(value: Any, kind: type, *, owner: str, argument: str) -> jax.Array:
-    """Return the raw ids of ``value`` after checking its space and owner.
+def require_ids[T](value: Any, kind: type[T], *, owner: str, argument: str) -> T:
+    """Return ``value`` after checking its space and owner.
 
     Args:
       value: What the caller passed.
@@ -106,4 +112,4 @@ def require_ids(value: Any, kind: type, *, owner: str, argument: str) -> jax.Arr
         raise IdSpaceError(
             f"{argument} takes {_NAMES[kind]} of {owner!r}, not of {found_owner!r}"
         )
-    return value.ids
+    return value

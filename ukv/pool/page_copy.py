@@ -69,8 +69,8 @@ def copy_pages(
       IdSpaceError: ``src`` or ``dst`` are not physical pages of ``sub``.
     """
     chosen = implementation or default_implementation()
-    src_ids = require_ids(src, PhysicalPages, owner=sub.name, argument="src")
-    dst_ids = require_ids(dst, PhysicalPages, owner=sub.name, argument="dst")
+    src_ids = require_ids(src, PhysicalPages, owner=sub.name, argument="src").ids
+    dst_ids = require_ids(dst, PhysicalPages, owner=sub.name, argument="dst").ids
     if layout.is_unified:
         row_bytes = 4 * layout.buffer_words[0]
         if chosen == "xla":
