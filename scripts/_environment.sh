@@ -37,7 +37,7 @@ find_python() {
   for uv in uv "${HOME:-}/.local/bin/uv"; do
     if "$uv" --version >/dev/null 2>&1; then
       say "No Python >= 3.12 found; asking uv for one."
-      "$uv" python install --quiet 3.12 >&2 || continue
+      "$uv" python install 3.12 >&2 || continue
       candidate="$("$uv" python find --system --no-project 3.12)" || continue
       if can_make_venv "$candidate"; then
         printf '%s\n' "$candidate"

@@ -133,17 +133,39 @@ def test_no_python_is_explained(bare_checkout, script):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    "place", ["bin/python3.13", "pyenv/versions/3.13.1/bin/python3"]
-)
-def test_finder_passes_over_a_python_that_does_not_run(bare_checkout, tmp_path, place):
-    checkout, environment = bare_checkout
-    for path, status in [("bin/python3.12", 127), (place, 0)]:
-        python = tmp_path / path
-        python.parent.mkdir(parents=True, exist_ok=True)
-        python.write_text(f"#!{BASH}\nexit {status}\n")
-        python.chmod(0o755)
+def write_program(path, body):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{BASH}\n{body}\n")
+    path.chmod(0o755)
+
+
+def find_python(checkout, environment):
     command = 'source "$0/scripts/_environment.sh" && find_python'
     result = run(BASH, "-c", command, checkout, env=environment)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip().endswith(place.removeprefix("bin/"))
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("bin/python3.13", "python3.13"),
+        ("bin/python3", "python3"),
+        ("pyenv/versions/3.13.1/bin/python3", "{}/pyenv/versions/3.13.1/bin/python3"),
+    ],
+)
+def test_finder_passes_over_a_python_that_does_not_run(
+    bare_checkout, tmp_path, place, found
+):
+    checkout, environment = bare_checkout
+    write_program(tmp_path / "bin/python3.12", "exit 127")
+    write_program(tmp_path / place, "exit 0")
+    assert find_python(checkout, environment) == found.format(tmp_path)
+
+
+def test_finder_asks_uv_last(bare_checkout, tmp_path):
+    checkout, environment = bare_checkout
+    managed = tmp_path / "managed/python3.12"
+    write_program(managed, "exit 0")
+    write_program(tmp_path / "bin/uv", f'[[ "$2" != find ]] || echo "{managed}"')
+    assert find_python(checkout, environment) == str(managed)
