@@ -132,9 +132,7 @@ def max_tokens(layout: PoolLayout, *, num_requests: int = 1) -> int:
             elif sub.spec.window is None:
                 held[sub.name] = tokens_per_page
             else:
-                shape = RequestShape(
-                    num_tokens=max(tokens_per_page, 1) * sub.page_size
-                )
+                shape = RequestShape(num_tokens=max(tokens_per_page, 1) * sub.page_size)
                 held[sub.name] = min(
                     tokens_per_page, num_requests * pages_of_request(sub, shape)
                 )

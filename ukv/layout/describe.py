@@ -51,5 +51,7 @@ def describe(layout: PoolLayout) -> str:
         for row in rows
     ]
     kind = "unified: one buffer" if layout.is_unified else "static: own buffers"
-    title = f"pool of {layout.pool_bytes:,} bytes ({_mib(layout.pool_bytes)} MiB), {kind}"
+    title = (
+        f"pool of {layout.pool_bytes:,} bytes ({_mib(layout.pool_bytes)} MiB), {kind}"
+    )
     return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -278,9 +278,7 @@ def unified_layout(specs: Sequence[SubPoolSpec], *, pool_bytes: int) -> PoolLayo
             page_bytes=page_bytes_of(spec),
             row_bytes=row_bytes_of(spec),
             base_bytes=(
-                buffer_bytes % page_bytes_of(spec)
-                if placement is Placement.HIGH
-                else 0
+                buffer_bytes % page_bytes_of(spec) if placement is Placement.HIGH else 0
             ),
             num_pages=counts[index],
             num_virtual=counts[owners[index]] + 1,
