@@ -18,11 +18,13 @@ class Family:
       seed: Seeds the weights and the prompts.
       config: The released ``config.json``, with small sizes.
       zero_centred_norms: RMSNorm multiplies by ``1 + weight``.
+      is_mxfp4: Expert weights are stored in 4 bits.
     """
 
     seed: int
     config: dict[str, Any]
     zero_centred_norms: bool = False
+    is_mxfp4: bool = False
 
 
 def _yarn(**extra: float) -> dict[str, Any]:
@@ -236,6 +238,11 @@ GPT_OSS = {
     "vocab_size": 140,
 }
 
+GPT_OSS_MXFP4 = GPT_OSS | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+
 DEEPSEEK_V2 = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "attention_bias": False,
@@ -371,6 +378,7 @@ FAMILIES = {
     "qwen3": Family(seed=8, config=QWEN3),
     "gemma3": Family(seed=4, config=GEMMA3, zero_centred_norms=True),
     "gpt_oss": Family(seed=5, config=GPT_OSS),
+    "gpt_oss_mxfp4": Family(seed=9, config=GPT_OSS_MXFP4, is_mxfp4=True),
     "deepseek_v2": Family(seed=6, config=DEEPSEEK_V2),
     "deepseek_v3": Family(seed=7, config=DEEPSEEK_V3),
     "qwen3_next": Family(seed=1, config=QWEN3_NEXT, zero_centred_norms=True),

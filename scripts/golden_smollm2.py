@@ -24,7 +24,7 @@ MIN_MARGIN = 2e-3
 
 CHAT_PROMPTS = (
     "What is the capital of France?",
-    "Write one sentence about the sea.",
+    "Why is the sky blue?",
     "How many legs does a spider have?",
     "Explain gravity to a child in two sentences.",
     "What is 2 + 2?",

@@ -25,6 +25,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import golden_mxfp4
 import safetensors.torch
 import torch
 import transformers
@@ -147,10 +148,15 @@ def restore_dense_names(file: Path) -> None:
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
 
 
+def write_config(config: dict[str, Any], path: Path) -> None:
+    """Writes config.json."""
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (path / "config.json").write_text(text + "\n")
+
+
 def write_checkpoint(family: Family, path: Path) -> None:
     """Writes config.json and model.safetensors as a release has them."""
-    config_text = json.dumps(family.config, indent=2, sort_keys=True) + "\n"
-    (path / "config.json").write_text(config_text)
+    write_config(family.config, path)
     config = transformers.AutoConfig.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     rng = torch.Generator().manual_seed(family.seed)
@@ -162,11 +168,14 @@ def write_checkpoint(family: Family, path: Path) -> None:
     }
     with torch.no_grad():
         for name in sorted(targets):
-            targets[name].copy_(draw(name, targets[name], family, rng))
+            value = draw(name, targets[name], family, rng)
+            if family.is_mxfp4 and name.endswith(golden_mxfp4.EXPERT_WEIGHTS):
+                value = golden_mxfp4.unpack(*golden_mxfp4.pack(value))
+            targets[name].copy_(value)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     # save_pretrained rewrites the configuration in its own newer keys.
-    (path / "config.json").write_text(config_text)
+    write_config(family.config, path)
     if family.config["model_type"] == "kimi_linear":
         restore_dense_names(path / "model.safetensors")
 
@@ -342,6 +351,10 @@ def make_family(name: str, out: Path, bar: tqdm) -> None:
         path = Path(scratch)
         write_checkpoint(family, path)
         tensors, numbers = run_reference(family, path, bar)
+        if family.is_mxfp4:
+            golden_mxfp4.pack_checkpoint(path / "model.safetensors")
+            config = {"quantization_config": golden_mxfp4.QUANTIZATION_CONFIG}
+            write_config(family.config | config, path)
         facts = {
             "family": name,
             "seed": family.seed,
