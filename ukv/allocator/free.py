@@ -11,7 +11,6 @@ without its window half is a tombstone.
     free_window                             -1 holder
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 

@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 
+from ukv.errors import SpecError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartView:
@@ -65,3 +67,20 @@ class PartView:
     def byte_offset(self) -> int:
         """The layer's constant, in bytes."""
         return self.row_offset * self.row_bytes
+
+    def with_page_size(self, page_size: int) -> "PartView":
+        """Return the view for a table whose entries hold fewer tokens.
+
+        Raises:
+          SpecError: The size does not divide, or an entry takes several rows.
+        """
+        if self.page_size % page_size or self.rows_per_entry != 1:
+            raise SpecError(
+                f"{self.sub_pool}.{self.part} cannot be read in pages of {page_size}: "
+                f"that must divide page_size={self.page_size}, and its entries must "
+                f"take one row, not {self.rows_per_entry}"
+            )
+        pieces = self.page_size // page_size
+        return dataclasses.replace(
+            self, page_size=page_size, block_offset=self.block_offset * pieces
+        )

@@ -3,7 +3,6 @@
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ukv.ids import PhysicalPages, require_ids

@@ -1,0 +1,174 @@
+"""The gated delta rule on states in the pool, whatever gives the decay.
+
+KDA and Gated DeltaNet differ in their gate and in the heads of q and k; they share
+what is here. ``log_decay_of`` turns a layer's gate logits into float32 log decays
+whose last axis is ``key_dim`` or 1.
+"""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from ukv.layout import PartView
+from ukv.ops.delta_rule import (
+    CHUNK_SIZE,
+    SUB_BLOCK,
+    delta_rule_chunk,
+    normalize_qk,
+    recurrent_delta_rule,
+)
+from ukv.ops.implementation import Implementation, OpCase, resolve
+from ukv.ops.kv_write import Buffers
+from ukv.ops.state_slots import StateSlots, present_rows, read_states, write_states
+
+LogDecayOf = Callable[[Array], Array]
+
+
+@flax.struct.dataclass
+class DeltaTokens:
+    """What a layer computes for each new token before the recurrence.
+
+    ``*tokens`` is ``[rows, query_len]`` in a decode and ``[tokens]`` (packed rows) in
+    a prefill. q, k and v come after the convolution, not normalised.
+
+    Attributes:
+      q: ``[*tokens, key_heads, key_dim]``.
+      k: ``[*tokens, key_heads, key_dim]``.
+      v: ``[*tokens, heads, value_dim]``; its dtype is that of the output.
+      gate_logits: KDA ``[*tokens, heads, key_dim]``, GDN ``[*tokens, heads]``.
+      beta_logits: ``[*tokens, heads]``, before the sigmoid.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gate_logits: jax.Array
+    beta_logits: jax.Array
+
+
+def softplus_gate(
+    logits: Float[Array, "*tokens"], a_log: Float[Array, "*tokens"]
+) -> Float[Array, "*tokens"]:
+    """Return ``-exp(a_log) * softplus(logits)``, a log decay."""
+    return -jnp.exp(a_log) * jax.nn.softplus(logits)
+
+
+def to_tokens(parameter: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+    """Return a parameter as float32 with leading axes of 1, ``ndim`` in all."""
+    leading = tuple(range(ndim - parameter.ndim))
+    return jnp.expand_dims(parameter.astype(jnp.float32), leading)
+
+
+def require_case(
+    op: str,
+    view: PartView,
+    tokens: DeltaTokens,
+    implementation: Implementation | None,
+) -> None:
+    """Check the view's entry against the tokens, and that someone runs the op.
+
+    Raises:
+      ValueError: The view's entry is not ``[heads, value_dim, key_dim]``.
+      UnsupportedError: ``implementation`` cannot do this.
+    """
+    heads, value_dim = tokens.v.shape[-2:]
+    key_dim = tokens.q.shape[-1]
+    if view.shape != (heads, value_dim, key_dim):
+        raise ValueError(
+            f"{view.sub_pool}.{view.part} has entries {view.shape}; the tokens need "
+            f"[heads, value_dim, key_dim] = {(heads, value_dim, key_dim)}"
+        )
+    case = OpCase(
+        page_size=view.page_size,
+        storage_dtype=view.dtype.name,
+        compute_dtype=tokens.v.dtype.name,
+        widths=(key_dim, value_dim),
+    )
+    resolve(op, implementation, case)
+
+
+def _activate(
+    tokens: DeltaTokens, log_decay_of: LogDecayOf
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Return q, k, v, log_decay and beta as the recurrence takes them."""
+    q, k = normalize_qk(tokens.q, tokens.k, tokens.v.shape[-2])
+    log_decay = log_decay_of(tokens.gate_logits.astype(jnp.float32))
+    beta = jax.nn.sigmoid(tokens.beta_logits.astype(jnp.float32))
+    return q, k, tokens.v, log_decay, beta
+
+
+def decode_states(
+    buffers: Buffers,
+    view: PartView,
+    tokens: DeltaTokens,
+    slots: StateSlots,
+    log_decay_of: LogDecayOf,
+) -> tuple[Buffers, Float[Array, "rows query_len heads value_dim"]]:
+    """Advance each row's state by its ``query_len`` tokens, one after the other."""
+    query_len = tokens.v.shape[1]
+    lens = jnp.where(present_rows(view, slots), jnp.int32(query_len), 0)
+    states = read_states(buffers, view, slots)
+    activated = _activate(tokens, log_decay_of)
+    out, states = recurrent_delta_rule(*activated, states, lens)
+    return write_states(buffers, view, slots, states, out.astype(tokens.v.dtype))
+
+
+def prefill_states(
+    buffers: Buffers,
+    view: PartView,
+    tokens: DeltaTokens,
+    cu_query_lens: Int32[Array, " bounds"],
+    slots: StateSlots,
+    log_decay_of: LogDecayOf,
+    *,
+    max_query_len: int,
+) -> tuple[Buffers, Float[Array, "tokens heads value_dim"]]:
+    """Advance each row's state by its packed tokens, a chunk of each row at a time.
+
+    Only the tokens of one chunk of each row are unpacked at once, so no intermediate
+    grows with the longest row.
+    """
+    # Short batches take smaller chunks; the grid of checkpoints stays.
+    chunk_size = min(CHUNK_SIZE, -(-max_query_len // SUB_BLOCK) * SUB_BLOCK)
+    num_tokens = tokens.v.shape[0]
+    starts, lens = cu_query_lens[:-1], jnp.diff(cu_query_lens)
+    lens = jnp.where(present_rows(view, slots), lens, 0)
+    states = read_states(buffers, view, slots)
+    checkpoints, checkpoint_lens = None, slots.checkpoint_lens
+    if checkpoint_lens is not None:
+        shape = (*checkpoint_lens.shape, *view.shape)
+        checkpoints = jnp.broadcast_to(states[:, None], shape)
+
+    def step(chunk: Array, carry: tuple) -> tuple:
+        out, states, checkpoints = carry
+        places = chunk * chunk_size + jnp.arange(chunk_size, dtype=jnp.int32)
+        is_token = places[None, :] < lens[:, None]
+        # Past the last token: a gather fills with zeros, a scatter drops.
+        at = jnp.where(is_token, starts[:, None] + places[None, :], num_tokens)
+        unpacked = jax.tree.map(
+            lambda x: x.at[at].get(mode="fill", fill_value=0), tokens
+        )
+        activated = _activate(unpacked, log_decay_of)
+        chunk_out, states = delta_rule_chunk(*activated, states, is_token)
+        out = out.at[at].set(chunk_out.astype(out.dtype), mode="drop")
+        if checkpoints is not None:
+            is_here = checkpoint_lens == (chunk + 1) * chunk_size
+            checkpoints = jnp.where(
+                is_here[:, :, None, None, None], states[:, None], checkpoints
+            )
+        return out, states, checkpoints
+
+    out, states, checkpoints = jax.lax.fori_loop(
+        0,
+        -(-max_query_len // chunk_size),
+        step,
+        (jnp.zeros_like(tokens.v), states, checkpoints),
+    )
+    if checkpoints is None:
+        return write_states(buffers, view, slots, states, out)
+    is_reached = (checkpoint_lens >= 0) & (checkpoint_lens <= lens[:, None])
+    is_reached &= checkpoint_lens % CHUNK_SIZE == 0
+    return write_states(buffers, view, slots, states, out, (checkpoints, is_reached))

@@ -1,0 +1,163 @@
+"""Which implementation of an op runs: one table, one dispatch rule.
+
+Each op has one list of ``Support`` lines, best first. A combination that no line
+covers is refused when it is selected, with a message that says what works; the same
+table is the support matrix of the documentation.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+
+from ukv.errors import UnsupportedError
+
+Implementation = Literal["xla", "mosaic_gpu", "triton"]
+"""How an op runs; None anywhere means the best one for the default device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """The facts of one call that decide who can run it.
+
+    Attributes:
+      page_size: Tokens per page.
+      storage_dtype: Name of the dtype in the pool.
+      compute_dtype: Name of the dtype of the queries, or of the values to write.
+      widths: Elements per head of a key and of a value; of a latent row and of its
+        latent part for MLA; of the entry of each part for a write.
+    """
+
+    page_size: int
+    storage_dtype: str
+    compute_dtype: str
+    widths: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return the case as a message shows it."""
+        return (
+            f"page_size={self.page_size}, storage_dtype={self.storage_dtype}, "
+            f"compute_dtype={self.compute_dtype}, widths={self.widths}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a call will run.
+
+    Attributes:
+      platform: JAX platform of the device.
+      capability: CUDA compute capability, major times 10 plus minor; 0 if not CUDA.
+    """
+
+    platform: str
+    capability: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Support:
+    """One line of the table: what an implementation of an op can do.
+
+    A set that is None sets no limit.
+
+    Attributes:
+      implementation: Who.
+      platforms: JAX platforms it runs on.
+      min_capability: Smallest CUDA compute capability, major times 10 plus minor.
+      page_sizes: Tokens per page.
+      storage_dtypes: Names of dtypes in the pool.
+      compute_dtypes: Names of dtypes of the queries or values.
+      widths: As in ``OpCase``.
+    """
+
+    implementation: Implementation
+    platforms: tuple[str, ...] | None = None
+    min_capability: int | None = None
+    page_sizes: tuple[int, ...] | None = None
+    storage_dtypes: tuple[str, ...] | None = None
+    compute_dtypes: tuple[str, ...] | None = None
+    widths: tuple[tuple[int, ...], ...] | None = None
+
+    def refusal(self, case: OpCase, target: Target) -> str | None:
+        """Return why this line does not cover ``case`` on ``target``, or None."""
+        if self.platforms is not None and target.platform not in self.platforms:
+            return f"runs on {', '.join(self.platforms)}, not on {target.platform}"
+        needed, found = self.min_capability, target.capability
+        if needed is not None and found < needed:
+            return (
+                f"needs compute capability {needed / 10}, the device has {found / 10}"
+            )
+        for field in ("page_size", "storage_dtype", "compute_dtype"):
+            allowed, asked = getattr(self, f"{field}s"), getattr(case, field)
+            if allowed is not None and asked not in allowed:
+                return f"has {field} {', '.join(map(str, allowed))}, not {asked}"
+        if self.widths is not None and case.widths not in self.widths:
+            return f"has widths {', '.join(map(str, self.widths))}, not {case.widths}"
+        return None
+
+
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
+
+# Best first. A kernel adds its line above the reference.
+SUPPORT: Mapping[str, tuple[Support, ...]] = {
+    "write_kv": (Support(implementation="xla"),),
+    "gqa_attention": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "gqa_decode": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "mla_decode": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "mla_extend": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "mla_extend_absorbed": (
+        Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
+    ),
+}
+
+
+def default_target() -> Target:
+    """Return what the default device is."""
+    device = jax.devices()[0]
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    is_cuda = major.isdigit() and minor.isdigit()
+    capability = 10 * int(major) + int(minor) if is_cuda else 0
+    return Target(platform=device.platform, capability=capability)
+
+
+def resolve(
+    op: str,
+    implementation: Implementation | None,
+    case: OpCase,
+    *,
+    target: Target | None = None,
+) -> Implementation:
+    """Return the implementation that runs ``case`` of ``op``.
+
+    Args:
+      op: Key of ``SUPPORT``.
+      implementation: The one asked for; None takes the first line that covers it.
+      case: The facts of the call.
+      target: Where it will run; None means the default device.
+
+    Raises:
+      UnsupportedError: The one asked for, or every one, does not cover the case.
+    """
+    chosen = default_target() if target is None else target
+    works: list[Implementation] = []
+    refusals: dict[Implementation, str] = {}
+    for line in SUPPORT[op]:
+        refusal = line.refusal(case, chosen)
+        if refusal is None:
+            works.append(line.implementation)
+        else:
+            refusals.setdefault(line.implementation, refusal)
+    if implementation is None:
+        if works:
+            return works[0]
+        reasons = "; ".join(f"{name!r} {why}" for name, why in refusals.items())
+        raise UnsupportedError(f"no implementation of {op} covers {case}: {reasons}")
+    if implementation in works:
+        return implementation
+    why = refusals.get(implementation, "does not exist")
+    alternatives = ", ".join(repr(name) for name in works) or "nothing"
+    raise UnsupportedError(
+        f"{op}: implementation {implementation!r} {why}; for {case} works "
+        f"{alternatives}"
+    )

@@ -1,0 +1,177 @@
+"""Short depthwise causal convolution on windows in the pool.
+
+With ``u`` the window (the last ``conv_width - 1`` raw inputs before this step)
+followed by this step's inputs ``x``, per channel ``c``:
+
+    y[t, c] = act(bias[c] + sum_j weight[c, j] * u[t + j, c])     j < conv_width
+
+and the last ``conv_width - 1`` entries of ``u`` are the next window. With fewer new
+tokens than that the window shifts. Example: width 4, window (a, b, c), one token x:
+y uses (a, b, c, x), the next window is (b, c, x).
+
+Sums are float32; windows keep raw inputs in the storage dtype of the pool.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from ukv.layout import PartView
+from ukv.ops.implementation import Implementation, OpCase, resolve
+from ukv.ops.kv_write import Buffers
+from ukv.ops.state_slots import StateSlots, present_rows, read_states, write_states
+
+
+@flax.struct.dataclass
+class ShortConv:
+    """Parameters of the short convolution of one layer.
+
+    Attributes:
+      weight: ``[channels, conv_width]``; the last tap multiplies the current token.
+      bias: ``[channels]``, or None.
+      is_silu: Whether the result goes through SiLU.
+    """
+
+    weight: jax.Array
+    bias: jax.Array | None = None
+    is_silu: bool = flax.struct.field(pytree_node=False, default=True)
+
+
+def _require_case(
+    op: str,
+    view: PartView,
+    x: Array,
+    conv: ShortConv,
+    implementation: Implementation | None,
+) -> None:
+    channels, conv_width = conv.weight.shape
+    if view.shape != (conv_width - 1, channels) or x.shape[-1] != channels:
+        raise ValueError(
+            f"{view.sub_pool}.{view.part} has entries {view.shape} and x has "
+            f"{x.shape[-1]} channels; weight {conv.weight.shape} needs entries "
+            f"[conv_width - 1, channels] = {(conv_width - 1, channels)}"
+        )
+    case = OpCase(
+        page_size=view.page_size,
+        storage_dtype=view.dtype.name,
+        compute_dtype=x.dtype.name,
+        widths=(conv_width, channels),
+    )
+    resolve(op, implementation, case)
+
+
+def _combine(taps: list[Array], conv: ShortConv) -> Float32[Array, "*batch channels"]:
+    """Return the result from the inputs of each tap, ``[*batch, channels]`` each."""
+    leading = tuple(range(taps[0].ndim - 1))
+    total = jnp.zeros(taps[0].shape, jnp.float32)
+    if conv.bias is not None:
+        total = total + jnp.expand_dims(conv.bias.astype(jnp.float32), leading)
+    for j, tap in enumerate(taps):
+        weight = jnp.expand_dims(conv.weight[:, j].astype(jnp.float32), leading)
+        total = total + weight * tap
+    return jax.nn.silu(total) if conv.is_silu else total
+
+
+def short_conv_decode(
+    buffers: Buffers,
+    view: PartView,
+    x: Float[Array, "rows query_len channels"],
+    conv: ShortConv,
+    slots: StateSlots,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Buffers, Float[Array, "rows query_len channels"]]:
+    """Convolve the new tokens of a decode batch and shift the windows, in place.
+
+    Args:
+      buffers: All buffers of the pool.
+      view: Part ``conv`` of the layer, ``[conv_width - 1, channels]``.
+      x: Raw inputs.
+      conv: Parameters of the layer.
+      slots: Whose windows; checkpoints are not written here.
+      implementation: None for the default device's best.
+
+    Returns:
+      The buffers, in place when they are donated, and the results in the dtype of
+      ``x``; zeros for a padded row.
+
+    Raises:
+      IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
+      ValueError: Shapes disagree.
+      UnsupportedError: ``implementation`` cannot do this.
+    """
+    _require_case("short_conv_decode", view, x, conv, implementation)
+    query_len, num_taps = x.shape[1], conv.weight.shape[1]
+    window = read_states(buffers, view, slots)
+    inputs = jnp.concatenate([window, x.astype(jnp.float32)], axis=1)
+    taps = [inputs[:, j : j + query_len] for j in range(num_taps)]
+    is_present = present_rows(view, slots)[:, None, None]
+    out = jnp.where(is_present, _combine(taps, conv), 0.0).astype(x.dtype)
+    return write_states(buffers, view, slots, inputs[:, query_len:], out)
+
+
+def short_conv_prefill(
+    buffers: Buffers,
+    view: PartView,
+    x: Float[Array, "tokens channels"],
+    conv: ShortConv,
+    cu_query_lens: Int32[Array, " bounds"],
+    slots: StateSlots,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Buffers, Float[Array, "tokens channels"]]:
+    """Convolve packed rows of unequal length and store their windows, in place.
+
+    Args:
+      buffers: All buffers of the pool.
+      view: Part ``conv`` of the layer, ``[conv_width - 1, channels]``.
+      x: Raw inputs, the rows one after the other.
+      conv: Parameters of the layer.
+      cu_query_lens: Exclusive prefix sum of the query lengths, one more than rows.
+      slots: Whose windows, and which checkpoints to write.
+      implementation: None for the default device's best.
+
+    Returns:
+      The buffers, in place when they are donated, and the results in the dtype of
+      ``x``; zeros for a token of no row or of a padded row.
+
+    Raises:
+      IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
+      ValueError: Shapes disagree.
+      UnsupportedError: ``implementation`` cannot do this.
+    """
+    _require_case("short_conv_prefill", view, x, conv, implementation)
+    num_past, num_tokens = view.shape[0], x.shape[0]
+    starts, lens = cu_query_lens[:-1], jnp.diff(cu_query_lens)
+    is_present = present_rows(view, slots)
+    window = read_states(buffers, view, slots)
+
+    def input_at(row: Array, place: Array) -> Float32[Array, "*batch channels"]:
+        """Return input ``place`` of a row; places below 0 lie in its window."""
+        new = x.at[starts[row] + place].get(mode="clip").astype(jnp.float32)
+        old = window.at[row, place + num_past].get(mode="clip")
+        return jnp.where((place < 0)[..., None], old, new)
+
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(cu_query_lens[1:], token, side="right").astype(jnp.int32)
+    is_token = row < starts.shape[0]
+    row = jnp.minimum(row, starts.shape[0] - 1)
+    place = token - starts[row]
+    taps = [input_at(row, place - num_past + j) for j in range(num_past + 1)]
+    is_token &= is_present[row]
+    out = jnp.where(is_token[:, None], _combine(taps, conv), 0.0).astype(x.dtype)
+
+    def window_after(row: Array, num_new: Array) -> Array:
+        places = num_new[..., None] + jnp.arange(-num_past, 0, dtype=jnp.int32)
+        return input_at(jnp.broadcast_to(row[..., None], places.shape), places)
+
+    row = jnp.arange(starts.shape[0], dtype=jnp.int32)
+    checkpoints = None
+    if slots.checkpoint_lens is not None:
+        reached = slots.checkpoint_lens
+        is_reached = (reached >= 0) & (reached <= lens[:, None])
+        row_of = jnp.broadcast_to(row[:, None], reached.shape)
+        checkpoints = window_after(row_of, reached), is_reached
+    last = window_after(row, lens)
+    return write_states(buffers, view, slots, last, out, checkpoints)
