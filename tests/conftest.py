@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 # `JAX_PLATFORMS=cpu` on a machine with a GPU means: test as if it had none.
@@ -29,6 +30,14 @@ hypothesis.settings.register_profile(
     "ukv", derandomize=True, deadline=None, max_examples=10
 )
 hypothesis.settings.load_profile("ukv")
+
+
+@pytest.fixture
+def unchecked():
+    """Switch annotation checks off, to reach the error that a user would see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_configure(config):

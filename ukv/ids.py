@@ -25,8 +25,7 @@ ABSENT_BLOCK = 2**31 - 1
 """The block id of a padded write: past the end of every pool."""
 
 
-@flax.struct.dataclass
-class VirtualPages:
+class VirtualPages(flax.struct.PyTreeNode):
     """Ids that callers hold; they never change while the page lives.
 
     Attributes:
@@ -38,8 +37,7 @@ class VirtualPages:
     space: str = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class PhysicalPages:
+class PhysicalPages(flax.struct.PyTreeNode):
     """Where pages lie now, on the page grid of one sub-pool.
 
     Attributes:
@@ -51,8 +49,7 @@ class PhysicalPages:
     sub_pool: str = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class KernelBlocks:
+class KernelBlocks(flax.struct.PyTreeNode):
     """Block ids that kernels index with, the same for all layers of a sub-pool.
 
     Attributes:
@@ -65,8 +62,7 @@ class KernelBlocks:
     sub_pool: str = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class WriteLocations:
+class WriteLocations(flax.struct.PyTreeNode):
     """Where the new tokens of a step go: translated once, the same for all layers.
 
     Attributes:
@@ -107,7 +103,7 @@ def require_ids[T](value: Any, kind: type[T], *, owner: str, argument: str) -> T
             f"{argument} takes {_NAMES[kind]} of {owner!r}, not {found}; "
             "only the translator turns one space into the next"
         )
-    found_owner = value.space if isinstance(value, VirtualPages) else value.sub_pool
+    found_owner = getattr(value, "space" if kind is VirtualPages else "sub_pool")
     if found_owner != owner:
         raise IdSpaceError(
             f"{argument} takes {_NAMES[kind]} of {owner!r}, not of {found_owner!r}"

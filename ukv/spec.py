@@ -12,7 +12,7 @@ All layers of a kind share one spec: a page holds its tokens for all these layer
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +94,7 @@ class Part:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@runtime_checkable
 class SubPoolSpec(Protocol):
     """What every spec offers to the layout."""
 

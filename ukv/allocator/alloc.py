@@ -19,8 +19,7 @@ from ukv.layout import PoolLayout, SubPoolLayout, spans_fit
 from ukv.pool import HI, HOLES, LIVE, LO, PoolState, SubPoolTables
 
 
-@flax.struct.dataclass
-class Grant:
+class Grant(flax.struct.PyTreeNode):
     """What a transaction got.
 
     Attributes:

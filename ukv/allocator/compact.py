@@ -32,8 +32,7 @@ from ukv.pool import HI, HOLES, LIVE, LO, PoolState, copy_pages
 from ukv.pool.page_copy import Implementation
 
 
-@flax.struct.dataclass
-class Compaction:
+class Compaction(flax.struct.PyTreeNode):
     """What a compaction did.
 
     Attributes:

@@ -25,7 +25,7 @@ def describe(layout: PoolLayout) -> str:
         "max pages",
         "ids of",
     )
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for sub in layout.sub_pools:
         per_token = sub.page_bytes / sub.page_size if sub.spec.grows else None
         rows.append(

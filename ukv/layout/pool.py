@@ -260,14 +260,16 @@ def unified_layout(specs: Sequence[SubPoolSpec], *, pool_bytes: int) -> PoolLayo
     buffer_bytes = pool_bytes // step * step
     for spec in specs:
         _require_rows(spec.name, buffer_bytes // row_bytes_of(spec))
-    unit = math.gcd(buffer_bytes, *(page_bytes_of(spec) for spec in specs))
-    if buffer_bytes // unit >= MAX_ROWS:
+    # The buffer's own rows are the shortest of all, and a unit is at least as long.
+    row_bytes = math.gcd(*(_block_bytes(spec) for spec in specs))
+    if buffer_bytes // row_bytes >= MAX_ROWS:
         raise BudgetError(
-            f"pool_bytes={pool_bytes:,} is {buffer_bytes // unit:,} units of {unit} "
-            f"bytes, the common measure of the pages; int32 counts fewer than "
-            f"{MAX_ROWS:,}: take a larger page_size or a budget below "
-            f"{MAX_ROWS * unit:,}"
+            f"pool_bytes={pool_bytes:,} is {buffer_bytes // row_bytes:,} rows of "
+            f"{row_bytes} bytes, the common measure of the row blocks; int32 counts "
+            f"fewer than {MAX_ROWS:,}: take a larger page_size or a budget below "
+            f"{MAX_ROWS * row_bytes:,}"
         )
+    unit = math.gcd(buffer_bytes, *(page_bytes_of(spec) for spec in specs))
     counts = [buffer_bytes // page_bytes_of(spec) for spec in specs]
     sub_pools = tuple(
         SubPoolLayout(
@@ -288,11 +290,10 @@ def unified_layout(specs: Sequence[SubPoolSpec], *, pool_bytes: int) -> PoolLayo
             zip(specs, _placements(len(specs)), strict=True)
         )
     )
-    words = math.gcd(*(_block_bytes(spec) for spec in specs)) // 4
     return PoolLayout(
         sub_pools=sub_pools,
         buffer_bytes=(buffer_bytes,),
-        buffer_words=(words,),
+        buffer_words=(row_bytes // 4,),
         unit_bytes=unit,
     )
 

@@ -14,7 +14,7 @@ Buffer = UInt32[Array, "rows words"]
 
 
 def words_to_entries(
-    words: UInt32[Array, "*batch words"], view: PartView
+    words: UInt32[Array, "*batch entry_words"], view: PartView
 ) -> Shaped[Array, "..."]:
     """Reinterpret the words of entries as ``[*batch, *view.shape]``."""
     batch = words.shape[:-1]
@@ -25,7 +25,7 @@ def words_to_entries(
 
 def entries_to_words(
     values: Shaped[Array, "..."], view: PartView
-) -> UInt32[Array, "*batch words"]:
+) -> UInt32[Array, "*batch entry_words"]:
     """Convert ``[*batch, *view.shape]`` to the storage dtype and then to words.
 
     Values that already have the storage dtype keep their bits. The padding of an
@@ -57,7 +57,7 @@ def _row_dimensions(batch_rank: int) -> jax.lax.GatherDimensionNumbers:
 
 def read_rows(
     buffer: Buffer, view: PartView, first_rows: Int[Array, "*batch"], num_rows: int
-) -> UInt32[Array, "*batch words"]:
+) -> UInt32[Array, "*batch entry_words"]:
     """Read ``num_rows`` kernel rows from each first row on, as words.
 
     A first row out of range is clamped: the caller masks what it did not mean.

@@ -12,8 +12,7 @@ from ukv.layout import PoolLayout, SubPoolLayout
 LIVE, HOLES, LO, HI = range(4)
 
 
-@flax.struct.dataclass
-class SubPoolTables:
+class SubPoolTables(flax.struct.PyTreeNode):
     """Tables of one sub-pool, all int32.
 
     A sub-pool that translates nothing (static, owner) has empty ``v2p``, ``p2v`` and
@@ -34,8 +33,7 @@ class SubPoolTables:
     free_ids: jax.Array
 
 
-@flax.struct.dataclass
-class PoolState:
+class PoolState(flax.struct.PyTreeNode):
     """Everything a pool is. Every operation takes one and returns the next.
 
     Attributes:
@@ -57,18 +55,18 @@ class PoolState:
 
 
 def _init_tables(sub: SubPoolLayout) -> SubPoolTables:
-    none = jnp.zeros(0, jnp.int32)
-    num_virtual, num_pages = sub.num_virtual, sub.num_pages
-    translates = sub.is_translating
+    # Every leaf is an array of its own, also an empty one: each is donated.
+    num_virtual = sub.num_virtual
+    mapped_ids = num_virtual if sub.is_translating else 0
+    mapped_pages = sub.num_pages if sub.is_translating else 0
+    # The top of the stack is at the end, so id 1 is the first to go.
+    free_ids = jnp.arange(num_virtual, 0, -1, dtype=jnp.int32)
     return SubPoolTables(
-        v2p=jnp.full(num_virtual, num_pages, jnp.int32) if translates else none,
-        p2v=jnp.zeros(num_pages, jnp.int32) if translates else none,
-        holes=jnp.zeros(num_pages, jnp.int32) if translates else none,
+        v2p=jnp.full(mapped_ids, sub.num_pages, jnp.int32),
+        p2v=jnp.zeros(mapped_pages, jnp.int32),
+        holes=jnp.zeros(mapped_pages, jnp.int32),
         refcounts=jnp.zeros(num_virtual, jnp.int32),
-        # The top of the stack is at the end, so id 1 is the first to go.
-        free_ids=jnp.arange(num_virtual, 0, -1, dtype=jnp.int32)
-        if sub.owns_ids
-        else none,
+        free_ids=free_ids if sub.owns_ids else jnp.zeros(0, jnp.int32),
     )
 
 
@@ -104,16 +102,19 @@ def create_pool(layout: PoolLayout, *, fill_word: int = 0) -> PoolState:
     )
 
 
-def pool_struct(layout: PoolLayout, **overrides: object) -> PoolState:
+def pool_struct(
+    layout: PoolLayout, *, sharding: jax.sharding.Sharding | None = None
+) -> PoolState:
     """Return the shapes of a pool without allocating it, for ahead-of-time compiling.
 
     Args:
       layout: The layout.
-      **overrides: Passed on to every ``jax.ShapeDtypeStruct``, such as ``sharding``.
+      sharding: Sharding of every leaf.
     """
     shapes = jax.eval_shape(lambda: create_pool(layout))
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **overrides), shapes
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
     )
 
 

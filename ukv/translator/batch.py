@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Int32
 from ukv.ids import VirtualPages
 
 
-@flax.struct.dataclass
-class StepBatch:
+class StepBatch(flax.struct.PyTreeNode):
     """Rows of one step: their pages, their lengths, their new tokens.
 
     The new tokens are packed: those of row r are ``cu_query_lens[r]`` up to
@@ -46,8 +45,7 @@ class StepBatch:
         return self.query_lens > 0
 
 
-@flax.struct.dataclass
-class TokenPlaces:
+class TokenPlaces(flax.struct.PyTreeNode):
     """Where each packed token stands: its row, and its position in the sequence.
 
     Attributes:

@@ -42,8 +42,7 @@ class Bucket:
                 raise SpecError(f"bucket {field.name}={size} must be 1 or more")
 
 
-@flax.struct.dataclass
-class StaticTables:
+class StaticTables(flax.struct.PyTreeNode):
     """Translated indices of one bucket.
 
     Attributes:

@@ -24,8 +24,7 @@ from ukv.pool import PoolState
 from ukv.translator.batch import StepBatch, token_places
 
 
-@flax.struct.dataclass
-class KVIndexTable:
+class KVIndexTable(flax.struct.PyTreeNode):
     """A read table and what a kernel must know about it.
 
     Attributes:
