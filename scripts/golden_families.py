@@ -373,13 +373,13 @@ QWEN3_NEXT = {
 }
 
 FAMILIES = {
-    "kimi_linear": Family(seed=3, config=KIMI_LINEAR),
+    "kimi_linear": Family(seed=6, config=KIMI_LINEAR),
     "llama": Family(seed=2, config=LLAMA),
     "qwen3": Family(seed=8, config=QWEN3),
     "gemma3": Family(seed=4, config=GEMMA3, zero_centred_norms=True),
-    "gpt_oss": Family(seed=5, config=GPT_OSS),
+    "gpt_oss": Family(seed=13, config=GPT_OSS),
     "gpt_oss_mxfp4": Family(seed=9, config=GPT_OSS_MXFP4, is_mxfp4=True),
     "deepseek_v2": Family(seed=6, config=DEEPSEEK_V2),
     "deepseek_v3": Family(seed=7, config=DEEPSEEK_V3),
-    "qwen3_next": Family(seed=1, config=QWEN3_NEXT, zero_centred_norms=True),
+    "qwen3_next": Family(seed=21, config=QWEN3_NEXT, zero_centred_norms=True),
 }

@@ -216,16 +216,6 @@ def feed(model, tokens: torch.Tensor, cache) -> torch.Tensor:
     return torch.stack(rows).float()
 
 
-@torch.no_grad()
-def greedy(model, first: torch.Tensor, cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens and the logits after each of them."""
-    tokens, rows = [first], []
-    for _ in range(NUM_DECODE_TOKENS):
-        rows.append(feed(model, tokens[-1].view(1), cache)[0])
-        tokens.append(rows[-1].argmax())
-    return torch.stack(tokens[:-1]), torch.stack(rows)
-
-
 def worst(pairs) -> float:
     """Largest row error over pairs of tensors."""
     return max((row_error(a, b).max().item() for a, b in pairs), default=0.0)
@@ -253,14 +243,19 @@ def run_reference(family: Family, path: Path, bar: tqdm) -> tuple[Tensors, dict]
         out = {"tokens": tokens.int(), "logits": logits}
         if margins:
             out["router_margin"] = torch.stack(margins).amin(0).float()
-            if out["router_margin"].min() < MIN_ROUTER_MARGIN:
-                raise ValueError(f"{family.seed=} gives a router tie; take another")
         out |= states
-        decoded, out["decode_logits"] = greedy(model, logits[-1].argmax(), cache)
+        # Random, not greedy: a random model repeats itself, and equal tokens hide
+        # which one was read.
+        size = (NUM_DECODE_TOKENS,)
+        decoded = torch.randint(config["vocab_size"], size, generator=rng)
         out["decode_tokens"] = decoded.int()
+        out["decode_logits"] = feed(model, decoded, cache)
         after = layer_states(cache, conv_width(config))
         if index in DECODED_STATE_PROMPTS:
             out |= {f"decoded.{name}": value for name, value in after.items()}
+
+        if margins and torch.cat(margins).min() < MIN_ROUTER_MARGIN:
+            raise ValueError(f"{family.seed=} gives a router tie; take another")
 
         # The same prompt token by token, and the decoded tokens as one prefill.
         _, step_cache, _ = prefill(model, tokens[:1], config)
@@ -318,8 +313,7 @@ def describe(tensors: Tensors, family: Family) -> dict[str, str]:
         "prompt{i}.logits": "float32 [tokens, vocab], one prefill of the prompt",
         "prompt{i}.bf16_row_error": "[tokens], L2 error of the bf16 run's logits "
         "over L2 norm of the float32 row",
-        "prompt{i}.decode_tokens": "int32 [steps], greedy; the first is the argmax "
-        "of the last prefill row",
+        "prompt{i}.decode_tokens": "int32 [steps], random, fed after the prompt",
         "prompt{i}.decode_logits": "float32 [steps, vocab], row j is computed after "
         "feeding decode_tokens[j] with the cache",
     }
