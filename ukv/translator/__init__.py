@@ -9,5 +9,8 @@ from ukv.translator.static_tables import make_static_tables as make_static_table
 from ukv.translator.static_tables import (
     refresh_static_tables as refresh_static_tables,
 )
+from ukv.translator.step_inputs import StepInputs as StepInputs
+from ukv.translator.step_inputs import step_inputs as step_inputs
+from ukv.translator.step_inputs import translated_step as translated_step
 from ukv.translator.translator import KVIndexTable as KVIndexTable
 from ukv.translator.translator import KVIndexTranslator as KVIndexTranslator

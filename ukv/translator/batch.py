@@ -14,7 +14,9 @@ class StepBatch(flax.struct.PyTreeNode):
     """Rows of one step: their pages, their lengths, their new tokens.
 
     The new tokens are packed: those of row r are ``cu_query_lens[r]`` up to
-    ``cu_query_lens[r + 1]``; tokens past the last row are padding.
+    ``cu_query_lens[r + 1]``; tokens past the last row, and all tokens of a padded row,
+    are padding. A decode step keeps one token for every row, padded or not, so that
+    a finished row in the middle moves nothing.
 
     Attributes:
       page_tables: By owner: ``[rows, max_pages]`` virtual ids for a sub-pool that
@@ -36,13 +38,13 @@ class StepBatch(flax.struct.PyTreeNode):
 
     @property
     def context_lens(self) -> Int32[Array, " rows"]:
-        """Tokens of each row before the step."""
-        return self.kv_lens - self.query_lens
+        """Tokens of each row before the step; 0 for a padded row."""
+        return jnp.maximum(self.kv_lens - self.query_lens, 0)
 
     @property
     def is_live(self) -> Bool[Array, " rows"]:
         """Which rows take part in the step; the others are padding."""
-        return self.query_lens > 0
+        return (self.query_lens > 0) & (self.kv_lens > 0)
 
 
 class TokenPlaces(flax.struct.PyTreeNode):
@@ -72,6 +74,7 @@ def token_places(batch: StepBatch) -> TokenPlaces:
     )
     row = jnp.minimum(row.astype(jnp.int32), last_row)
     position = batch.context_lens[row] + token - batch.cu_query_lens[row]
+    is_token = (token < batch.cu_query_lens[-1]) & batch.is_live[row]
     return TokenPlaces(
-        rows=row, positions=position, is_token=token < batch.cu_query_lens[-1]
+        rows=row, positions=jnp.where(is_token, position, 0), is_token=is_token
     )
