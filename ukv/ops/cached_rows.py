@@ -1,10 +1,10 @@
 """Reads of cached rows through a read table, one block of keys at a time."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped, UInt32
 
 from ukv.ids import KernelBlocks, require_ids
 from ukv.layout import PartView
+from ukv.ops.query_tiles import steps
 from ukv.pool import read_blocks
 
 Buffers = tuple[UInt32[Array, "_ _"], ...]
@@ -42,7 +42,7 @@ def blocks_of_pages(
 
     Pages past the table's end give one of its last: the caller does not see them.
     """
-    pages = block[:, None] * num_pages + jnp.arange(num_pages, dtype=jnp.int32)
+    pages = steps(block * num_pages, num_pages)
     return table_ids.at[rows[:, None], pages].get(mode="clip")
 
 

@@ -10,9 +10,7 @@ from ukv.ops.implementation import Implementation, OpCase, resolve
 from ukv.pool import write_entries
 
 
-def first_rows(
-    locations: WriteLocations, view: PartView
-) -> Int32[Array, " num_tokens"]:
+def first_rows(locations: WriteLocations, view: PartView) -> Int32[Array, "*batch"]:
     """Return the first kernel row of each token's entry in one part of one layer.
 
     A location outside the buffer, ``ABSENT_BLOCK`` above all, becomes
@@ -50,8 +48,8 @@ def write_kv(
     Args:
       buffers: All buffers of the pool.
       views: Where each part lies, all of one sub-pool.
-      locations: ``[num_tokens]`` distinct locations, or absent ones.
-      values: For each view, ``[num_tokens, *view.shape]``.
+      locations: Distinct locations, or absent ones, of any shape.
+      values: For each view, ``[*shape of the locations, *view.shape]``.
       implementation: None for the default device's best.
 
     Returns:
@@ -59,7 +57,8 @@ def write_kv(
 
     Raises:
       IdSpaceError: ``locations`` are not write locations of the views' sub-pool.
-      ValueError: There is not one array of values for each view.
+      ValueError: There is not one array of values for each view, or its shape is
+        another one.
       UnsupportedError: ``implementation`` cannot do this.
     """
     if len(views) != len(values):
@@ -69,6 +68,12 @@ def write_kv(
         checked = require_ids(
             locations, WriteLocations, owner=view.sub_pool, argument="locations"
         )
+        shape = (*checked.blocks.shape, *view.shape)
+        if value.shape != shape:
+            raise ValueError(
+                f"values of {view.sub_pool}.{view.part} have shape {value.shape}, "
+                f"the locations need {shape}"
+            )
         case = OpCase(
             page_size=view.page_size,
             storage_dtype=view.dtype.name,
@@ -77,6 +82,9 @@ def write_kv(
         )
         resolve("write_kv", implementation, case)
         written[view.buffer_index] = write_entries(
-            written[view.buffer_index], view, first_rows(checked, view), value
+            written[view.buffer_index],
+            view,
+            first_rows(checked, view).reshape(-1),
+            value.reshape(-1, *view.shape),
         )
     return tuple(written)

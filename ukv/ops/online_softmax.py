@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from ukv.ops.query_tiles import QueryTiles
+from ukv.ops.query_tiles import QueryTiles, steps
 
 # Keys of a block, unless a page is longer.
 BLOCK_KV = 256
@@ -194,7 +194,7 @@ def _attend_group(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         m, z, weighted = carry
         block = first_block + i
-        key_at = block[:, None] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        key_at = steps(block * block_kv, block_kv)
         is_seen = (key_at >= first_seen[:, None]) & (key_at <= last[:, None])
         k, v = read_block(tiles.rows, block, is_seen)
         s = multiply(q, k, (((3,), (3,)), ((0, 1), (0, 2)))) * scoring.softmax_scale

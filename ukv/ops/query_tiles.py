@@ -17,8 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Shaped
 
 
-@flax.struct.dataclass
-class QueryTiles:
+def steps(start: Int32[Array, " n"], length: int) -> Int32[Array, "n length"]:
+    """Return ``start + 0, 1, ...`` for each start."""
+    return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+
+
+class QueryTiles(flax.struct.PyTreeNode):
     """Where the queries of each tile stand.
 
     Attributes:
@@ -35,7 +39,7 @@ class QueryTiles:
 
     def positions(self, block_q: int) -> Int32[Array, "tiles block_q"]:
         """Return the absolute position of each query."""
-        return self.first_positions[:, None] + jnp.arange(block_q, dtype=jnp.int32)
+        return steps(self.first_positions, block_q)
 
     def counts(self, block_q: int) -> Bool[Array, "tiles block_q"]:
         """Return which queries are not padding."""
@@ -44,8 +48,7 @@ class QueryTiles:
         return is_live & (self.positions(block_q) >= 0)
 
 
-@flax.struct.dataclass
-class PackedTiles:
+class PackedTiles(flax.struct.PyTreeNode):
     """Tiles of a packed batch, and the way there and back.
 
     Attributes:
@@ -100,7 +103,7 @@ def cut_packed(
     is_live = tile < ends[-1]
     num_queries = jnp.where(is_live, jnp.clip(query_lens[row] - start, 0, block_q), 0)
     first = cu_query_lens[row] + start
-    tokens = first[:, None] + jnp.arange(block_q, dtype=jnp.int32)
+    tokens = steps(first, block_q)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = jnp.searchsorted(cu_query_lens[1:], token, side="right").astype(jnp.int32)
