@@ -15,9 +15,9 @@ used as padding.
 from typing import Any
 
 import flax.struct
-import jax
 
 from ukv.errors import IdSpaceError
+from ukv.pytree import Leaf
 
 NULL_PAGE = 0
 
@@ -33,7 +33,7 @@ class VirtualPages(flax.struct.PyTreeNode):
       space: Name of the sub-pool that owns the id space.
     """
 
-    ids: jax.Array
+    ids: Leaf
     space: str = flax.struct.field(pytree_node=False)
 
 
@@ -45,7 +45,7 @@ class PhysicalPages(flax.struct.PyTreeNode):
       sub_pool: Name of the sub-pool whose grid the ids count.
     """
 
-    ids: jax.Array
+    ids: Leaf
     sub_pool: str = flax.struct.field(pytree_node=False)
 
 
@@ -58,7 +58,7 @@ class KernelBlocks(flax.struct.PyTreeNode):
       sub_pool: Name of the sub-pool whose row blocks the ids count.
     """
 
-    ids: jax.Array
+    ids: Leaf
     sub_pool: str = flax.struct.field(pytree_node=False)
 
 
@@ -72,8 +72,8 @@ class WriteLocations(flax.struct.PyTreeNode):
       sub_pool: Name of the sub-pool whose row blocks the ids count.
     """
 
-    blocks: jax.Array
-    offsets: jax.Array
+    blocks: Leaf
+    offsets: Leaf
     sub_pool: str = flax.struct.field(pytree_node=False)
 
 

@@ -17,6 +17,7 @@ from ukv.errors import SpecError
 from ukv.ids import VirtualPages, require_ids
 from ukv.layout import PoolLayout, SubPoolLayout, spans_fit
 from ukv.pool import HI, HOLES, LIVE, LO, PoolState, SubPoolTables
+from ukv.pytree import Leaf
 
 
 class Grant(flax.struct.PyTreeNode):
@@ -28,7 +29,7 @@ class Grant(flax.struct.PyTreeNode):
     """
 
     pages: Mapping[str, VirtualPages]
-    granted: jax.Array
+    granted: Leaf
 
 
 def needs_of(

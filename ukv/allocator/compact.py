@@ -30,6 +30,7 @@ from ukv.ids import PhysicalPages
 from ukv.layout import Placement, SubPoolLayout, place
 from ukv.pool import HI, HOLES, LIVE, LO, PoolState, copy_pages
 from ukv.pool.page_copy import Implementation
+from ukv.pytree import Leaf
 
 
 class Compaction(flax.struct.PyTreeNode):
@@ -40,8 +41,8 @@ class Compaction(flax.struct.PyTreeNode):
       moved: int32 ``[num_sub_pools]``, pages moved.
     """
 
-    fits: jax.Array
-    moved: jax.Array
+    fits: Leaf
+    moved: Leaf
 
 
 def _kth(mask: Bool[Array, " pages"]) -> Int32[Array, " pages"]:

@@ -1,10 +1,13 @@
 """Copies of whole pages inside the buffers: moves and copies on write."""
 
+import importlib
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Int32
 
+from pallas_kernels import page_copy
+from ukv.errors import UnsupportedError
 from ukv.ids import PhysicalPages, require_ids
 from ukv.layout import PoolLayout, SubPoolLayout
 
@@ -109,4 +112,19 @@ def _copy_with_kernel(
     sub: SubPoolLayout,
     implementation: Implementation,
 ) -> jax.Array:
-    raise NotImplementedError
+    page_words, base_words = sub.page_bytes // 4, sub.base_bytes // 4
+    if implementation == "mosaic_gpu":
+        return page_copy.copy_pages(
+            buffer, src, dst, num_copies, page_words=page_words, base_words=base_words
+        )
+    try:
+        # Only this path needs jax-triton, which the CPU default does not install.
+        kernels = importlib.import_module("pallas_kernels.page_copy_triton")
+    except ImportError as error:
+        raise UnsupportedError(
+            "page copy: implementation 'triton' needs jax-triton, which is not "
+            "installed; install ukv[cuda12], or choose 'mosaic_gpu' or 'xla'"
+        ) from error
+    return kernels.copy_pages(
+        buffer, src, dst, num_copies, page_words=page_words, base_words=base_words
+    )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ukv.layout import PoolLayout, SubPoolLayout
+from ukv.pytree import Leaf
 
 # Columns of PoolState.counters.
 LIVE, HOLES, LO, HI = range(4)
@@ -26,11 +27,11 @@ class SubPoolTables(flax.struct.PyTreeNode):
       free_ids: ``[num_virtual]``, a stack of the virtual ids that are free.
     """
 
-    v2p: jax.Array
-    p2v: jax.Array
-    holes: jax.Array
-    refcounts: jax.Array
-    free_ids: jax.Array
+    v2p: Leaf
+    p2v: Leaf
+    holes: Leaf
+    refcounts: Leaf
+    free_ids: Leaf
 
 
 class PoolState(flax.struct.PyTreeNode):
@@ -47,10 +48,10 @@ class PoolState(flax.struct.PyTreeNode):
       layout: Static facts.
     """
 
-    buffers: tuple[jax.Array, ...]
+    buffers: tuple[Leaf, ...]
     tables: tuple[SubPoolTables, ...]
-    counters: jax.Array
-    error: jax.Array
+    counters: Leaf
+    error: Leaf
     layout: PoolLayout = flax.struct.field(pytree_node=False)
 
 

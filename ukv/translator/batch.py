@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from ukv.ids import VirtualPages
+from ukv.pytree import Leaf
 
 
 class StepBatch(flax.struct.PyTreeNode):
@@ -27,8 +27,8 @@ class StepBatch(flax.struct.PyTreeNode):
     """
 
     page_tables: Mapping[str, VirtualPages]
-    cu_query_lens: jax.Array
-    kv_lens: jax.Array
+    cu_query_lens: Leaf
+    kv_lens: Leaf
     num_tokens: int = flax.struct.field(pytree_node=False)
 
     @property
@@ -56,9 +56,9 @@ class TokenPlaces(flax.struct.PyTreeNode):
       is_token: bool ``[num_tokens]``, False for padding.
     """
 
-    rows: jax.Array
-    positions: jax.Array
-    is_token: jax.Array
+    rows: Leaf
+    positions: Leaf
+    is_token: Leaf
 
 
 def token_places(batch: StepBatch) -> TokenPlaces:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from ukv.ids import KernelBlocks, WriteLocations
 from ukv.pool import PoolState
+from ukv.pytree import Leaf
 from ukv.translator.batch import StepBatch, token_places
 from ukv.translator.static_tables import StaticTables, refresh_static_tables
 from ukv.translator.translator import KVIndexTranslator
@@ -30,11 +30,11 @@ class StepInputs(flax.struct.PyTreeNode):
         token r is the one new token of row r.
     """
 
-    token_ids: jax.Array
-    positions: jax.Array
-    is_token: jax.Array
-    cu_query_lens: jax.Array
-    kv_lens: jax.Array
+    token_ids: Leaf
+    positions: Leaf
+    is_token: Leaf
+    cu_query_lens: Leaf
+    kv_lens: Leaf
     reads: Mapping[str, KernelBlocks]
     writes: Mapping[str, WriteLocations]
     slots: Mapping[str, KernelBlocks]

@@ -21,6 +21,7 @@ from ukv.ids import (
 )
 from ukv.layout import PoolLayout, SubPoolLayout
 from ukv.pool import PoolState
+from ukv.pytree import Leaf
 from ukv.translator.batch import StepBatch, token_places
 
 
@@ -34,7 +35,7 @@ class KVIndexTable(flax.struct.PyTreeNode):
     """
 
     blocks: KernelBlocks
-    row_ids: jax.Array
+    row_ids: Leaf
     entry_page_size: int = flax.struct.field(pytree_node=False)
 
 
