@@ -46,6 +46,16 @@ def spans_fit(
     return fits
 
 
+def _grid_start(border: Integers, page: int, total: int, xp: types.ModuleType) -> Any:
+    """Return the first multiple of ``page`` from ``border`` on, ``total`` if past it.
+
+    A page never fits at ``total``; the multiple itself could be past 2^31.
+    """
+    index = -(-border // page)
+    last = total // page
+    return xp.where(index > last, total, xp.minimum(index, last) * page)
+
+
 def place(
     layout: PoolLayout, lo: Integers, pages: Integers, xp: types.ModuleType
 ) -> tuple[Any, Any]:
@@ -82,7 +92,7 @@ def place(
         page, size = layout.page_units[sub.index], sizes[sub.index]
         start = border
         if sub.placement is Placement.FLOAT:
-            start = -(-border // page) * page
+            start = _grid_start(border, page, total, xp)
         fits &= (size == 0) | (start <= total - size)
         border = xp.where(size == 0, border, xp.minimum(start, total - size) + size)
 
@@ -92,10 +102,10 @@ def place(
     for sub in reversed(shared):
         page, size = layout.page_units[sub.index], sizes[sub.index]
         if sub.placement is Placement.HIGH:
-            limit = limit - size
+            limit = xp.maximum(limit - size, 0)
             new_lo[sub.index] = xp.asarray(sub.num_pages - pages[sub.index], "int32")
         elif sub.placement is Placement.FLOAT:
-            latest[sub.index] = (limit - size) // page * page
+            latest[sub.index] = xp.maximum(limit - size, 0) // page * page
             limit = xp.where(size == 0, limit, latest[sub.index])
         else:
             new_lo[sub.index] = xp.asarray(0, "int32")
@@ -107,11 +117,12 @@ def place(
     border = sizes[shared[0].index] if shared else border
     for sub in floats:
         i, page, size = sub.index, layout.page_units[sub.index], sizes[sub.index]
-        first = -(-border // page) * page
+        first = _grid_start(border, page, total, xp)
         present = xp.clip(lo[i], 0, sub.num_pages) * page
         stays = (present >= first) & (present <= latest[i])
-        moved = xp.minimum(-(-(border + share) // page) * page, latest[i])
+        shared_start = border + xp.minimum(share, total - border)
+        moved = xp.minimum(_grid_start(shared_start, page, total, xp), latest[i])
         start = xp.where(size == 0, present, xp.where(stays, present, moved))
         new_lo[i] = start // page
-        border = xp.where(size == 0, border, start + size)
+        border = xp.where(size == 0, border, xp.minimum(start, total - size) + size)
     return xp.stack(new_lo).astype("int32"), fits
