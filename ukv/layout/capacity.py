@@ -122,20 +122,19 @@ def max_tokens(layout: PoolLayout, *, num_requests: int = 1) -> int:
             "no sub-pool keeps every token: a pool of windows and states has no "
             "token capacity, ask max_requests instead"
         )
-    pages_of_one = max(sub.num_pages for sub in full)
 
-    def fits(tokens_per_page: int) -> bool:
+    def fits(num_tokens: int) -> bool:
+        shape = RequestShape(num_tokens=max(num_tokens, 1))
         held = {}
         for sub in layout.sub_pools:
+            pages = -(-num_tokens // sub.page_size)
             if not sub.spec.grows:
                 held[sub.name] = num_requests
             elif sub.spec.window is None:
-                held[sub.name] = tokens_per_page
+                held[sub.name] = pages
             else:
-                shape = RequestShape(num_tokens=max(tokens_per_page, 1) * sub.page_size)
-                held[sub.name] = min(
-                    tokens_per_page, num_requests * pages_of_request(sub, shape)
-                )
+                window_pages = pages_of_request(sub, shape)
+                held[sub.name] = min(pages, num_requests * window_pages)
         return pages_fit(layout, held)
 
-    return _largest(fits, pages_of_one) * full[0].page_size
+    return _largest(fits, min(sub.num_pages * sub.page_size for sub in full))
