@@ -87,10 +87,26 @@ def poisoned(layout: PoolLayout) -> PoolState:
 
 
 @ft.partial(jax.jit, static_argnames="max_pages", donate_argnames="state")
-def alloc(state, num_pages, *, max_pages=NUM_IDS):
+def _alloc(state, num_pages, *, max_pages):
     return allocator.alloc(
         state, num_pages, max_pages=dict.fromkeys(num_pages, max_pages)
     )
+
+
+_make_room = jax.jit(allocator.make_room, donate_argnums=0)
+
+
+def _of_every_owner(state, num_pages):
+    # One compilation for a layout, whichever sub-pools are asked.
+    return dict.fromkeys([sub.name for sub in state.layout.owners], 0) | num_pages
+
+
+def alloc(state, num_pages, *, max_pages=NUM_IDS):
+    return _alloc(state, _of_every_owner(state, num_pages), max_pages=max_pages)
+
+
+def make_room(state, num_pages):
+    return _make_room(state, _of_every_owner(state, num_pages))
 
 
 free = jax.jit(allocator.free, donate_argnums=0)
@@ -98,7 +114,6 @@ free_full = jax.jit(allocator.free_full, donate_argnums=0)
 free_window = jax.jit(allocator.free_window, static_argnums=1, donate_argnums=0)
 share = jax.jit(allocator.share, donate_argnums=0)
 compact = jax.jit(allocator.compact, donate_argnums=0)
-make_room = jax.jit(allocator.make_room, donate_argnums=0)
 copy_page = jax.jit(allocator.copy_page, donate_argnums=0)
 alloc_extend = jax.jit(
     allocator.alloc_extend, static_argnames="max_new_pages", donate_argnums=0
@@ -113,13 +128,20 @@ def pages(space: str, *ids: int, length: int = NUM_IDS) -> VirtualPages:
     return VirtualPages(ids=jnp.asarray(padded), space=space)
 
 
-def take(state: PoolState, **num_pages: int) -> tuple[PoolState, dict]:
-    """Allocate, insist on the grant, and return the ids by owner."""
+def take(state: PoolState, /, **num_pages: int) -> tuple[PoolState, dict]:
+    """Allocate in place, insist on the grant, and return the ids by owner."""
     state, grant = alloc(state, num_pages)
     assert bool(grant.granted), (num_pages, state.counters)
     ids = {name: held(grant.pages[name]) for name in num_pages}
     assert {name: len(found) for name, found in ids.items()} == num_pages
     return state, ids
+
+
+def grow(state: PoolState, /, **num_pages: int) -> tuple[PoolState, dict]:
+    """Make room, then allocate."""
+    state, made = make_room(state, num_pages)
+    assert bool(made.fits), (num_pages, state.counters)
+    return take(state, **num_pages)
 
 
 def held(virtual: VirtualPages) -> list[int]:
