@@ -98,11 +98,11 @@ def _stream_us(num_bytes: int) -> tuple[float, float]:
     """Return microseconds to read, and to copy, that many bytes."""
     words = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
     total = jax.jit(jnp.sum)
-    read_us = median_us(lambda: total(words), repeats=7, inner=3)
+    read_us = median_us(lambda: total(words), repeats=7, inner=20)
     # A plain device-to-device copy; a copy captured in a graph is much slower.
-    copy_us = median_us(lambda: jnp.copy(words), repeats=7, inner=3)
+    copy_us = median_us(lambda: jnp.copy(words), repeats=7, inner=20)
     step = jax.jit(lambda x: x ^ jnp.uint32(1))
-    return read_us, min(copy_us, median_us(lambda: step(words), repeats=7, inner=3))
+    return read_us, min(copy_us, median_us(lambda: step(words), repeats=7, inner=20))
 
 
 def ceilings(*, num_bytes: int = 4 * GIB, size: int = 8192) -> dict:
@@ -110,7 +110,7 @@ def ceilings(*, num_bytes: int = 4 * GIB, size: int = 8192) -> dict:
     read_us, copy_us = _stream_us(num_bytes)
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     product = jax.jit(lambda a, b: a @ b)
-    matmul_us = median_us(lambda: product(a, a), repeats=7, inner=5)
+    matmul_us = median_us(lambda: product(a, a), repeats=7, inner=20)
     return {
         "read_gbps": round(num_bytes / read_us / 1e3, 1),
         "copy_gbps": round(2 * num_bytes / copy_us / 1e3, 1),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from ukv.allocator.error_word import ErrorBit, raise_bit
@@ -82,12 +83,14 @@ def fits_in_place(
 
 
 def take_ids(
-    tables: SubPoolTables, num_free: jax.Array, max_pages: int, count: jax.Array
+    tables: SubPoolTables,
+    num_free: jax.Array,
+    is_taken: Bool[Array, " max_pages"],
 ) -> Int32[Array, " max_pages"]:
-    """Return the top ``count`` free ids, then null pages."""
-    lane = jnp.arange(max_pages, dtype=jnp.int32)
-    ids = tables.free_ids.at[num_free - 1 - lane].get(mode="clip")
-    return jnp.where(lane < count, ids, 0)
+    """Return the top free ids, one for each marked lane in order; null elsewhere."""
+    rank = jnp.cumsum(is_taken, dtype=jnp.int32) - 1
+    ids = tables.free_ids.at[num_free - 1 - rank].get(mode="clip")
+    return jnp.where(is_taken, ids, 0)
 
 
 def bind(
@@ -128,8 +131,18 @@ def bind(
         lo, hi = (lo, hi + growth) if sub.grows_up else (lo - growth, hi)
     row = jnp.stack([live + count, holes, lo, hi])
     return replace_tables(state, sub, tables).replace(
-        counters=state.counters.at[sub.index].set(row)
+        counters=with_row(state.counters, sub.index, row)
     )
+
+
+def with_row(
+    counters: Int32[Array, "sub_pools columns"],
+    index: int,
+    row: Int32[Array, " columns"],
+) -> Int32[Array, "sub_pools columns"]:
+    """Return the counters with the row of one sub-pool replaced."""
+    is_row = np.arange(counters.shape[0]) == index
+    return jnp.where(is_row[:, None], row[None, :], counters)
 
 
 def replace_tables(
@@ -145,11 +158,9 @@ def flag_refusal(
     state: PoolState, needs: Int32[Array, " sub_pools"], granted: jax.Array
 ) -> PoolState:
     """Set OUT_OF_PAGES for every sub-pool that a refused transaction asked."""
-    error = state.error
-    for sub in state.layout.sub_pools:
-        asked = ~granted & (needs[sub.index] > 0)
-        error = raise_bit(error, sub.index, ErrorBit.OUT_OF_PAGES, asked)
-    return state.replace(error=error)
+    is_short = ~granted & (needs > 0)
+    bit = jnp.where(is_short, jnp.uint32(ErrorBit.OUT_OF_PAGES), jnp.uint32(0))
+    return state.replace(error=state.error | bit)
 
 
 def alloc(
@@ -193,10 +204,9 @@ def alloc(
     pages = {}
     for name, count in num_pages.items():
         owner = layout.owner(name)
-        count = jnp.where(granted, jnp.asarray(count, jnp.int32), 0)
-        ids = take_ids(
-            state.tables[owner.index], free_ids[owner.index], max_pages[name], count
-        )
+        lane = jnp.arange(max_pages[name], dtype=jnp.int32)
+        is_taken = granted & (lane < jnp.asarray(count, jnp.int32))
+        ids = take_ids(state.tables[owner.index], free_ids[owner.index], is_taken)
         for sub in layout.members(owner):
             state = bind(state, sub, ids, ids > 0)
         pages[name] = VirtualPages(ids=ids, space=name)
@@ -319,10 +329,33 @@ def alloc_decode(
     Returns:
       ``(state, tables, granted)``, as ``alloc_extend``.
     """
-    return alloc_extend(
-        state,
-        tables,
-        context_lens,
-        is_active.astype(jnp.int32),
-        max_new_pages=context_lens.shape[0],
-    )
+    grows, needed = {}, {}
+    fits_table = jnp.asarray(True)
+    error = state.error
+    for name, table in tables.items():
+        owner = state.layout.owner(name)
+        ids = require_ids(table, VirtualPages, owner=name, argument=f"tables[{name!r}]")
+        grows[name] = is_active & (context_lens % owner.page_size == 0)
+        needed[name] = jnp.sum(grows[name], dtype=jnp.int32)
+        column = context_lens // owner.page_size
+        fits = jnp.all(~grows[name] | (column < ids.ids.shape[1]))
+        error = raise_bit(error, owner.index, ErrorBit.TABLE_OVERFLOW, ~fits)
+        fits_table &= fits
+    needs = needs_of(state.layout, needed)
+    fits = fits_in_place(state, needs)
+    state = flag_refusal(state.replace(error=error), needs, fits)
+    granted = fits & fits_table
+    free_ids = free_id_counts(state)
+    new_tables = {}
+    for name, table in tables.items():
+        owner = state.layout.owner(name)
+        is_taken = granted & grows[name]
+        new = take_ids(state.tables[owner.index], free_ids[owner.index], is_taken)
+        for sub in state.layout.members(owner):
+            state = bind(state, sub, new, is_taken)
+        row = jnp.arange(new.shape[0], dtype=jnp.int32)
+        column = jnp.where(is_taken, context_lens // owner.page_size, 2**31 - 1)
+        new_tables[name] = table.replace(
+            ids=table.ids.at[row, column].set(new, mode="drop", unique_indices=True)
+        )
+    return state, new_tables, granted

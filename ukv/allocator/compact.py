@@ -24,6 +24,7 @@ from ukv.allocator.alloc import (
     free_id_counts,
     needs_of,
     replace_tables,
+    with_row,
 )
 from ukv.errors import SpecError
 from ukv.ids import PhysicalPages
@@ -87,7 +88,9 @@ def _move_into_band(
     row = jnp.stack([live, jnp.zeros_like(live), band_lo, band_lo + live])
     state = replace_tables(state, sub, tables.replace(v2p=v2p, p2v=p2v)).replace(
         buffers=buffers,
-        counters=state.counters.at[sub.index].set(jnp.where(is_enabled, row, counters)),
+        counters=with_row(
+            state.counters, sub.index, jnp.where(is_enabled, row, counters)
+        ),
     )
     return state, count
 

@@ -3,8 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ukv.allocator.alloc import bind, fits_in_place, flag_refusal, take_ids
-from ukv.allocator.alloc import free_id_counts as free_id_counts_of
+from ukv.allocator.alloc import (
+    bind,
+    fits_in_place,
+    flag_refusal,
+    free_id_counts,
+    take_ids,
+)
 from ukv.allocator.error_word import ErrorBit, raise_bit
 from ukv.ids import PhysicalPages, VirtualPages, require_ids
 from ukv.pool import PoolState, copy_pages
@@ -59,15 +64,11 @@ def copy_page(
     error = raise_bit(state.error, owner.index, ErrorBit.UNOWNED_ID, ~all_live)
     state = state.replace(error=error)
 
-    # New ids go to the lanes that have a source, in order.
-    rank = jnp.cumsum(is_live, dtype=jnp.int32) - 1
-    taken = take_ids(
+    new_ids = take_ids(
         state.tables[owner.index],
-        free_id_counts_of(state)[owner.index],
-        ids.shape[0],
-        jnp.where(granted, needs[owner.index], 0),
+        free_id_counts(state)[owner.index],
+        is_live & granted,
     )
-    new_ids = jnp.where(is_live, taken.at[rank].get(mode="clip"), 0)
     for sub in members:
         is_half = halves[sub.index] & granted
         state = bind(state, sub, new_ids, is_half)

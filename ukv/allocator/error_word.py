@@ -41,8 +41,10 @@ def raise_bit(
     error: jax.Array, index: int, bit: ErrorBit, condition: jax.Array
 ) -> jax.Array:
     """Return the error words with ``bit`` of one sub-pool set where it applies."""
-    word = jnp.where(condition, jnp.uint32(bit), jnp.uint32(0))
-    return error.at[index].set(error[index] | word)
+    # One elementwise expression, which XLA fuses; an indexed update would not.
+    words = np.zeros(error.shape, np.uint32)
+    words[index] = bit
+    return error | jnp.where(condition, words, jnp.zeros_like(words))
 
 
 def describe_error(layout: PoolLayout, error: np.ndarray) -> list[str]:

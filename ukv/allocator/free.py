@@ -14,7 +14,7 @@ without its window half is a tombstone.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from ukv.allocator.alloc import replace_tables
+from ukv.allocator.alloc import replace_tables, with_row
 from ukv.allocator.error_word import ErrorBit, raise_bit
 from ukv.errors import SpecError
 from ukv.ids import VirtualPages, require_ids
@@ -119,7 +119,7 @@ def _unbind(
         hi = jnp.where(is_empty, lo, hi)
     row = jnp.stack([live, holes, lo, hi])
     return replace_tables(state, sub, tables).replace(
-        counters=state.counters.at[sub.index].set(row)
+        counters=with_row(state.counters, sub.index, row)
     )
 
 
