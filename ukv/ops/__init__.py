@@ -1,5 +1,14 @@
 """Ops over the pool: each is one public function with several implementations."""
 
+from ukv.ops.delta_rule import CHUNK_SIZE as CHUNK_SIZE
+from ukv.ops.delta_rule import chunked_delta_rule as chunked_delta_rule
+from ukv.ops.delta_rule import normalize_qk as normalize_qk
+from ukv.ops.delta_rule import recurrent_delta_rule as recurrent_delta_rule
+from ukv.ops.delta_states import DeltaTokens as DeltaTokens
+from ukv.ops.gdn import GdnGate as GdnGate
+from ukv.ops.gdn import gdn_decode as gdn_decode
+from ukv.ops.gdn import gdn_log_decay as gdn_log_decay
+from ukv.ops.gdn import gdn_prefill as gdn_prefill
 from ukv.ops.gqa import gqa_attention as gqa_attention
 from ukv.ops.gqa import gqa_decode as gqa_decode
 from ukv.ops.implementation import SUPPORT as SUPPORT
@@ -9,7 +18,17 @@ from ukv.ops.implementation import Support as Support
 from ukv.ops.implementation import Target as Target
 from ukv.ops.implementation import default_target as default_target
 from ukv.ops.implementation import resolve as resolve
+from ukv.ops.kda import KdaGate as KdaGate
+from ukv.ops.kda import kda_decode as kda_decode
+from ukv.ops.kda import kda_log_decay as kda_log_decay
+from ukv.ops.kda import kda_prefill as kda_prefill
 from ukv.ops.kv_write import write_kv as write_kv
 from ukv.ops.mla import mla_decode as mla_decode
 from ukv.ops.mla import mla_extend as mla_extend
 from ukv.ops.mla import mla_extend_absorbed as mla_extend_absorbed
+from ukv.ops.short_conv import ShortConv as ShortConv
+from ukv.ops.short_conv import short_conv_decode as short_conv_decode
+from ukv.ops.short_conv import short_conv_prefill as short_conv_prefill
+from ukv.ops.state_slots import CHECKPOINT_GRID as CHECKPOINT_GRID
+from ukv.ops.state_slots import StateCheckpoints as StateCheckpoints
+from ukv.ops.state_slots import StateSlots as StateSlots

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from ukv.layout import PartView
+from ukv.ops.cached_rows import Buffers
 from ukv.ops.delta_rule import (
     CHUNK_SIZE,
     SUB_BLOCK,
@@ -21,14 +22,20 @@ from ukv.ops.delta_rule import (
     recurrent_delta_rule,
 )
 from ukv.ops.implementation import Implementation, OpCase, resolve
-from ukv.ops.kv_write import Buffers
-from ukv.ops.state_slots import StateSlots, present_rows, read_states, write_states
+from ukv.ops.state_slots import (
+    StateSlots,
+    present_rows,
+    query_lens_of,
+    read_states,
+    write_states,
+    write_states_and_checkpoints,
+)
+from ukv.pytree import Leaf
 
 LogDecayOf = Callable[[Array], Array]
 
 
-@flax.struct.dataclass
-class DeltaTokens:
+class DeltaTokens(flax.struct.PyTreeNode):
     """What a layer computes for each new token before the recurrence.
 
     ``*tokens`` is ``[rows, query_len]`` in a decode and ``[tokens]`` (packed rows) in
@@ -42,16 +49,16 @@ class DeltaTokens:
       beta_logits: ``[*tokens, heads]``, before the sigmoid.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    gate_logits: jax.Array
-    beta_logits: jax.Array
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    gate_logits: Leaf
+    beta_logits: Leaf
 
 
 def softplus_gate(
-    logits: Float[Array, "*tokens"], a_log: Float[Array, "*tokens"]
-) -> Float[Array, "*tokens"]:
+    logits: Float[Array, "*tokens heads width"], a_log: Float[Array, "*ones heads 1"]
+) -> Float[Array, "*tokens heads width"]:
     """Return ``-exp(a_log) * softplus(logits)``, a log decay."""
     return -jnp.exp(a_log) * jax.nn.softplus(logits)
 
@@ -134,16 +141,17 @@ def prefill_states(
     # Short batches take smaller chunks; the grid of checkpoints stays.
     chunk_size = min(CHUNK_SIZE, -(-max_query_len // SUB_BLOCK) * SUB_BLOCK)
     num_tokens = tokens.v.shape[0]
-    starts, lens = cu_query_lens[:-1], jnp.diff(cu_query_lens)
-    lens = jnp.where(present_rows(view, slots), lens, 0)
+    starts = cu_query_lens[:-1]
+    lens = query_lens_of(view, slots, cu_query_lens)
     states = read_states(buffers, view, slots)
-    checkpoints, checkpoint_lens = None, slots.checkpoint_lens
-    if checkpoint_lens is not None:
-        shape = (*checkpoint_lens.shape, *view.shape)
-        checkpoints = jnp.broadcast_to(states[:, None], shape)
+    checkpoints, wanted = slots.checkpoints, None
+    if checkpoints is not None:
+        # A checkpoint after no token is the state before the first.
+        shape = (*checkpoints.lens.shape, *view.shape)
+        wanted = jnp.broadcast_to(states[:, None], shape)
 
     def step(chunk: Array, carry: tuple) -> tuple:
-        out, states, checkpoints = carry
+        out, states, wanted = carry
         places = chunk * chunk_size + jnp.arange(chunk_size, dtype=jnp.int32)
         is_token = places[None, :] < lens[:, None]
         # Past the last token: a gather fills with zeros, a scatter drops.
@@ -155,20 +163,11 @@ def prefill_states(
         chunk_out, states = delta_rule_chunk(*activated, states, is_token)
         out = out.at[at].set(chunk_out.astype(out.dtype), mode="drop")
         if checkpoints is not None:
-            is_here = checkpoint_lens == (chunk + 1) * chunk_size
-            checkpoints = jnp.where(
-                is_here[:, :, None, None, None], states[:, None], checkpoints
-            )
-        return out, states, checkpoints
+            is_here = checkpoints.lens == (chunk + 1) * chunk_size
+            wanted = jnp.where(is_here[..., None, None, None], states[:, None], wanted)
+        return out, states, wanted
 
-    out, states, checkpoints = jax.lax.fori_loop(
-        0,
-        -(-max_query_len // chunk_size),
-        step,
-        (jnp.zeros_like(tokens.v), states, checkpoints),
-    )
-    if checkpoints is None:
-        return write_states(buffers, view, slots, states, out)
-    is_reached = (checkpoint_lens >= 0) & (checkpoint_lens <= lens[:, None])
-    is_reached &= checkpoint_lens % CHUNK_SIZE == 0
-    return write_states(buffers, view, slots, states, out, (checkpoints, is_reached))
+    num_chunks = -(-max_query_len // chunk_size)
+    carry = (jnp.zeros_like(tokens.v), states, wanted)
+    out, states, wanted = jax.lax.fori_loop(0, num_chunks, step, carry)
+    return write_states_and_checkpoints(buffers, view, slots, lens, states, wanted, out)

@@ -14,11 +14,11 @@ Source: Gated Delta Networks (arXiv:2412.06464).
 import functools as ft
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from ukv.layout import PartView
+from ukv.ops.cached_rows import Buffers
 from ukv.ops.delta_states import (
     DeltaTokens,
     decode_states,
@@ -28,12 +28,11 @@ from ukv.ops.delta_states import (
     to_tokens,
 )
 from ukv.ops.implementation import Implementation
-from ukv.ops.kv_write import Buffers
 from ukv.ops.state_slots import StateSlots
+from ukv.pytree import Leaf
 
 
-@flax.struct.dataclass
-class GdnGate:
+class GdnGate(flax.struct.PyTreeNode):
     """Gate parameters of one GDN layer.
 
     Attributes:
@@ -41,8 +40,8 @@ class GdnGate:
       dt_bias: ``[heads]``.
     """
 
-    a_log: jax.Array
-    dt_bias: jax.Array
+    a_log: Leaf
+    dt_bias: Leaf
 
 
 def gdn_log_decay(
@@ -59,7 +58,8 @@ def gdn_log_decay(
     """
     ndim = gate_logits.ndim
     logits = gate_logits.astype(jnp.float32) + to_tokens(gate.dt_bias, ndim)
-    return softplus_gate(logits, to_tokens(gate.a_log, ndim))[..., None]
+    a_log = to_tokens(gate.a_log[:, None], ndim + 1)
+    return softplus_gate(logits[..., None], a_log)
 
 
 def gdn_decode(

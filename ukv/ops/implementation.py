@@ -99,6 +99,12 @@ class Support:
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
+_STATE_REFERENCE = Support(
+    implementation="xla",
+    storage_dtypes=("float32", "bfloat16"),
+    compute_dtypes=QUERY_DTYPES,
+)
+
 # Best first. A kernel adds its line above the reference.
 SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "write_kv": (Support(implementation="xla"),),
@@ -109,6 +115,12 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_extend_absorbed": (
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),
+    "kda_decode": (_STATE_REFERENCE,),
+    "kda_prefill": (_STATE_REFERENCE,),
+    "gdn_decode": (_STATE_REFERENCE,),
+    "gdn_prefill": (_STATE_REFERENCE,),
+    "short_conv_decode": (_STATE_REFERENCE,),
+    "short_conv_prefill": (_STATE_REFERENCE,),
 }
 
 

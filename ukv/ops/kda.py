@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from ukv.layout import PartView
+from ukv.ops.cached_rows import Buffers
 from ukv.ops.delta_states import (
     DeltaTokens,
     decode_states,
@@ -28,12 +29,11 @@ from ukv.ops.delta_states import (
     to_tokens,
 )
 from ukv.ops.implementation import Implementation
-from ukv.ops.kv_write import Buffers
 from ukv.ops.state_slots import StateSlots
+from ukv.pytree import Leaf
 
 
-@flax.struct.dataclass
-class KdaGate:
+class KdaGate(flax.struct.PyTreeNode):
     """Gate parameters of one KDA layer.
 
     Attributes:
@@ -43,8 +43,8 @@ class KdaGate:
         standard gate.
     """
 
-    a_log: jax.Array
-    dt_bias: jax.Array
+    a_log: Leaf
+    dt_bias: Leaf
     lower_bound: float | None = flax.struct.field(pytree_node=False, default=None)
 
 

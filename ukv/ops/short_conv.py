@@ -18,13 +18,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from ukv.layout import PartView
+from ukv.ops.cached_rows import Buffers
 from ukv.ops.implementation import Implementation, OpCase, resolve
-from ukv.ops.kv_write import Buffers
-from ukv.ops.state_slots import StateSlots, present_rows, read_states, write_states
+from ukv.ops.state_slots import (
+    StateSlots,
+    present_rows,
+    query_lens_of,
+    read_states,
+    write_states,
+    write_states_and_checkpoints,
+)
+from ukv.pytree import Leaf
 
 
-@flax.struct.dataclass
-class ShortConv:
+class ShortConv(flax.struct.PyTreeNode):
     """Parameters of the short convolution of one layer.
 
     Attributes:
@@ -33,8 +40,8 @@ class ShortConv:
       is_silu: Whether the result goes through SiLU.
     """
 
-    weight: jax.Array
-    bias: jax.Array | None = None
+    weight: Leaf
+    bias: Leaf | None = None
     is_silu: bool = flax.struct.field(pytree_node=False, default=True)
 
 
@@ -143,35 +150,38 @@ def short_conv_prefill(
     """
     _require_case("short_conv_prefill", view, x, conv, implementation)
     num_past, num_tokens = view.shape[0], x.shape[0]
-    starts, lens = cu_query_lens[:-1], jnp.diff(cu_query_lens)
-    is_present = present_rows(view, slots)
+    starts = cu_query_lens[:-1]
+    lens = query_lens_of(view, slots, cu_query_lens)
     window = read_states(buffers, view, slots)
 
     def input_at(row: Array, place: Array) -> Float32[Array, "*batch channels"]:
         """Return input ``place`` of a row; places below 0 lie in its window."""
-        new = x.at[starts[row] + place].get(mode="clip").astype(jnp.float32)
-        old = window.at[row, place + num_past].get(mode="clip")
-        return jnp.where((place < 0)[..., None], old, new)
+        token = jnp.clip(starts[row] + jnp.maximum(place, 0), 0, num_tokens - 1)
+        past = jnp.clip(num_past + place, 0, num_past - 1)
+        is_past = (place < 0)[..., None]
+        return jnp.where(is_past, window[row, past], x[token].astype(jnp.float32))
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(cu_query_lens[1:], token, side="right").astype(jnp.int32)
-    is_token = row < starts.shape[0]
     row = jnp.minimum(row, starts.shape[0] - 1)
     place = token - starts[row]
     taps = [input_at(row, place - num_past + j) for j in range(num_past + 1)]
-    is_token &= is_present[row]
+    is_token = place < lens[row]
     out = jnp.where(is_token[:, None], _combine(taps, conv), 0.0).astype(x.dtype)
 
     def window_after(row: Array, num_new: Array) -> Array:
         places = num_new[..., None] + jnp.arange(-num_past, 0, dtype=jnp.int32)
         return input_at(jnp.broadcast_to(row[..., None], places.shape), places)
 
-    row = jnp.arange(starts.shape[0], dtype=jnp.int32)
-    checkpoints = None
-    if slots.checkpoint_lens is not None:
-        reached = slots.checkpoint_lens
-        is_reached = (reached >= 0) & (reached <= lens[:, None])
-        row_of = jnp.broadcast_to(row[:, None], reached.shape)
-        checkpoints = window_after(row_of, reached), is_reached
-    last = window_after(row, lens)
-    return write_states(buffers, view, slots, last, out, checkpoints)
+    def windows_after(num_new: Int32[Array, "rows n"]) -> Array:
+        past = jnp.arange(-num_past, 0, dtype=jnp.int32)
+        places = num_new[:, :, None] + past[None, None, :]
+        rows = jnp.arange(num_new.shape[0], dtype=jnp.int32)[:, None, None]
+        return input_at(jnp.broadcast_to(rows, places.shape), places)
+
+    last, checkpoints = windows_after(lens[:, None])[:, 0], None
+    if slots.checkpoints is not None:
+        checkpoints = windows_after(slots.checkpoints.lens)
+    return write_states_and_checkpoints(
+        buffers, view, slots, lens, last, checkpoints, out
+    )

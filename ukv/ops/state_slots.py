@@ -7,41 +7,56 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ukv.ids import KernelBlocks, require_ids
 from ukv.layout import PartView
-from ukv.ops.kv_write import Buffers
+from ukv.ops.cached_rows import Buffers
 from ukv.pool import read_entries, write_entries
+from ukv.pytree import Leaf
+
+CHECKPOINT_GRID = 64
+"""Checkpoints lie on multiples of this many tokens; chunks of every kind end there."""
 
 
-@flax.struct.dataclass
-class StateSlots:
+class StateCheckpoints(flax.struct.PyTreeNode):
+    """Slots that get the state as it is after some of a prefill step's tokens.
+
+    Attributes:
+      slots: ``[rows, n]``; block ids of slots, ``ABSENT_BLOCK`` for none.
+      lens: int32 ``[rows, n]``; after how many tokens of this step, counted from the
+        row's first: a multiple of ``CHECKPOINT_GRID``, at most the row's query
+        length. A checkpoint at any other length is not written.
+    """
+
+    slots: KernelBlocks
+    lens: Leaf
+
+
+class StateSlots(flax.struct.PyTreeNode):
     """The state slots of one batch: translated once, the same for all layers.
 
-    A slot that is ``ABSENT_BLOCK`` is neither read nor written: a padded row, or a
-    checkpoint that is not wanted. No two others may be equal.
+    A slot that is ``ABSENT_BLOCK`` is neither read nor written: its row is padding.
+    No two others may be equal, those of the checkpoints included.
 
     Attributes:
       slots: ``[rows]``; block id of the slot of each row's request.
       is_fresh: bool ``[rows]``; whether the request has no tokens yet
         (``context_len == 0``). It then starts from zeros, whatever its slot holds.
-      checkpoint_slots: ``[rows, n]``; slots that get the state as it is after some
-        of this step's tokens, or None. Prefill only.
-      checkpoint_lens: int32 ``[rows, n]``; after how many tokens of this step, a
-        multiple of ``CHUNK_SIZE``, at most the row's query length. A checkpoint at
-        any other length is not written.
+      checkpoints: Read by a prefill only.
     """
 
     slots: KernelBlocks
-    is_fresh: jax.Array
-    checkpoint_slots: KernelBlocks | None = None
-    checkpoint_lens: jax.Array | None = None
+    is_fresh: Leaf
+    checkpoints: StateCheckpoints | None = None
 
 
-def _first_rows(
+def slot_rows(
     view: PartView, blocks: KernelBlocks, argument: str
 ) -> tuple[Int32[Array, "*batch"], Bool[Array, "*batch"]]:
     """Return the kernel row of each slot and whether there is such a slot.
 
     A slot's page has one entry, so its block is its row. An absent slot gets
     ``view.num_rows``, which a write drops; the sum that would overflow is never made.
+
+    Example: block_offset 5, 3 rows per entry, 40 rows in all. Slot 32 is row 37, the
+    last that fits; slot 33 and ``ABSENT_BLOCK`` are row 40.
     """
     ids = require_ids(blocks, KernelBlocks, owner=view.sub_pool, argument=argument).ids
     last_row = view.num_rows - view.rows_per_entry
@@ -52,7 +67,25 @@ def _first_rows(
 
 def present_rows(view: PartView, slots: StateSlots) -> Bool[Array, " rows"]:
     """Return which rows of the batch are requests and not padding."""
-    return _first_rows(view, slots.slots, "slots")[1]
+    return slot_rows(view, slots.slots, "slots")[1]
+
+
+def query_lens_of(
+    view: PartView, slots: StateSlots, cu_query_lens: Int32[Array, " bounds"]
+) -> Int32[Array, " rows"]:
+    """Return the tokens of each packed row: none for a padded one.
+
+    Raises:
+      ValueError: ``cu_query_lens`` has not one entry more than there are rows.
+    """
+    is_present = present_rows(view, slots)
+    num_rows = is_present.shape[0]
+    if cu_query_lens.shape[0] != num_rows + 1:
+        raise ValueError(
+            f"cu_query_lens has {cu_query_lens.shape[0]} entries, {num_rows} rows "
+            f"need {num_rows + 1}"
+        )
+    return jnp.where(is_present, jnp.diff(cu_query_lens), 0)
 
 
 def read_states(
@@ -64,7 +97,7 @@ def read_states(
       IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
       ValueError: ``is_fresh`` has not one entry for each slot.
     """
-    first_rows, is_present = _first_rows(view, slots.slots, "slots")
+    first_rows, is_present = slot_rows(view, slots.slots, "slots")
     if slots.is_fresh.shape != first_rows.shape:
         raise ValueError(
             f"is_fresh has shape {slots.is_fresh.shape}, slots {first_rows.shape}: "
@@ -82,31 +115,77 @@ def write_states(
     slots: StateSlots,
     states: Float[Array, "rows ..."],
     out: Float[Array, "..."],
-    checkpoints: tuple[Float[Array, "rows n ..."], Bool[Array, "rows n"]] | None = None,
 ) -> tuple[Buffers, Float[Array, "..."]]:
-    """Write the states of all rows, and the checkpoints that were reached.
+    """Write the state of each row.
 
     Args:
       buffers: All buffers of the pool.
       view: The part and layer.
       slots: Where to.
       states: After this step's tokens.
-      out: What the op returns beside the buffers. It is tied to the write: reads of
-        a later layer that XLA could move behind this write and fuse with others
-        would make it copy the pool.
-      checkpoints: A state for each checkpoint slot, and which of them were reached.
+      out: What the op returns beside the buffers. It is tied to the write: XLA could
+        else move the reads of later layers behind this write, fuse them, and copy
+        the pool for it.
 
     Returns:
       The buffers and ``out``.
     """
-    first_rows, _ = _first_rows(view, slots.slots, "slots")
-    if checkpoints is not None:
-        more_states, is_reached = checkpoints
-        more_rows, _ = _first_rows(view, slots.checkpoint_slots, "checkpoint_slots")
-        more_rows = jnp.where(is_reached, more_rows, view.num_rows)
-        first_rows = jnp.concatenate([first_rows, more_rows.reshape(-1)])
-        more_states = more_states.reshape(-1, *view.shape)
-        states = jnp.concatenate([states, more_states])
+    first_rows, _ = slot_rows(view, slots.slots, "slots")
+    return _write(buffers, view, first_rows, states, out)
+
+
+def write_states_and_checkpoints(
+    buffers: Buffers,
+    view: PartView,
+    slots: StateSlots,
+    query_lens: Int32[Array, " rows"],
+    states: Float[Array, "rows ..."],
+    checkpoint_states: Float[Array, "rows n ..."] | None,
+    out: Float[Array, "..."],
+) -> tuple[Buffers, Float[Array, "..."]]:
+    """Write the state of each row and the checkpoints inside it, all in one scatter.
+
+    Args:
+      buffers: As in ``write_states``.
+      view: As in ``write_states``.
+      slots: As in ``write_states``.
+      query_lens: Tokens of each row.
+      states: As in ``write_states``.
+      checkpoint_states: The state for each checkpoint; None if there are none.
+      out: As in ``write_states``.
+
+    Returns:
+      As ``write_states``.
+
+    Raises:
+      ValueError: The checkpoints' slots and lengths differ in shape.
+    """
+    checkpoints = slots.checkpoints
+    if checkpoints is None or checkpoint_states is None:
+        return write_states(buffers, view, slots, states, out)
+    lens = checkpoints.lens
+    more_rows, _ = slot_rows(view, checkpoints.slots, "checkpoints.slots")
+    if lens.shape != more_rows.shape:
+        raise ValueError(
+            f"checkpoints.lens has shape {lens.shape}, checkpoints.slots "
+            f"{more_rows.shape}: give a length for each slot"
+        )
+    is_reached = (lens >= 0) & (lens <= query_lens[:, None])
+    is_reached &= lens % CHECKPOINT_GRID == 0
+    more_rows = jnp.where(is_reached, more_rows, view.num_rows)
+    first_rows, _ = slot_rows(view, slots.slots, "slots")
+    return _write(
+        buffers,
+        view,
+        jnp.concatenate([first_rows, more_rows.reshape(-1)]),
+        jnp.concatenate([states, checkpoint_states.reshape(-1, *view.shape)]),
+        out,
+    )
+
+
+def _write(
+    buffers: Buffers, view: PartView, first_rows: Array, states: Array, out: Array
+) -> tuple[Buffers, Array]:
     written = list(buffers)
     written[view.buffer_index], out = jax.lax.optimization_barrier(
         (write_entries(buffers[view.buffer_index], view, first_rows, states), out)
