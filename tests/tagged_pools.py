@@ -78,6 +78,31 @@ def state_spec(name="state", *, num_layers=2, slot_bytes=768) -> StateSpec:
     )
 
 
+ALONE = unified_layout([latent_spec()], pool_bytes=512 * 23)
+KDA_MLA = unified_layout([state_spec(), latent_spec()], pool_bytes=512 * 31)
+SWA_FULL = unified_layout([full_spec(), window_spec()], pool_bytes=512 * 21)
+# Pages of 768, 512 and 256 bytes.
+THREE = unified_layout([state_spec(), latent_spec(), full_spec()], pool_bytes=512 * 29)
+# Ends of 256 bytes around floats of 512, 768 and 256.
+FIVE = unified_layout(
+    [
+        full_spec("low"),
+        latent_spec("a"),
+        state_spec("b"),
+        full_spec("c"),
+        full_spec("high"),
+    ],
+    pool_bytes=256 * 60,
+)
+LAYOUTS = {
+    "alone": ALONE,
+    "kda+mla": KDA_MLA,
+    "swa+full": SWA_FULL,
+    "three": THREE,
+    "five": FIVE,
+}
+
+
 def new_pool(specs, pool_bytes: int) -> PoolState:
     return poisoned(unified_layout(specs, pool_bytes=pool_bytes))
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests import tagged_pools as pools
-from tests.tagged_pools import full_spec, latent_spec, state_spec, window_spec
+from tests.tagged_pools import KDA_MLA, LAYOUTS, SWA_FULL, latent_spec, state_spec
 from tests.test_spec import kimi_latent, kimi_state
 from ukv.allocator import PoolMirror
 from ukv.layout import (
@@ -21,27 +21,6 @@ from ukv.layout import (
 from ukv.layout.capacity import pages_fit, spanned_pages
 
 GIB = 2**30
-ALONE = unified_layout([latent_spec()], pool_bytes=512 * 23)
-KDA_MLA = unified_layout([state_spec(), latent_spec()], pool_bytes=512 * 31)
-SWA_FULL = unified_layout([full_spec(), window_spec()], pool_bytes=512 * 21)
-THREE = unified_layout([state_spec(), latent_spec(), full_spec()], pool_bytes=512 * 29)
-FIVE = unified_layout(
-    [
-        state_spec("kda"),
-        latent_spec("latent", num_layers=3),
-        state_spec("conv", num_layers=1, slot_bytes=384),
-        full_spec("full"),
-        latent_spec("draft", num_layers=1),
-    ],
-    pool_bytes=256 * 61,
-)
-LAYOUTS = {
-    "alone": ALONE,
-    "kda+mla": KDA_MLA,
-    "swa+full": SWA_FULL,
-    "three": THREE,
-    "five": FIVE,
-}
 
 
 def test_kimi_64_slots_in_100_gib():
@@ -246,7 +225,7 @@ def test_mirror_counts_bytes():
 def test_counts_are_plain_integers():
     layout = LAYOUTS["five"]
     answers = [
-        max_pages(layout, "full"),
+        max_pages(layout, "low"),
         max_requests(layout, RequestShape(num_tokens=4)),
         max_tokens(layout),
     ]
