@@ -26,6 +26,7 @@ class StepInputs(flax.struct.PyTreeNode):
       reads: By growing sub-pool, ``[rows, max_pages]``.
       writes: By growing sub-pool, ``[num_tokens]``.
       slots: By state sub-pool, ``[rows]``.
+      logit_tokens: int32 ``[num_logits]``, packed tokens whose logits are wanted.
       max_query_len: Static bound of the new tokens of a row. 1 means a decode step:
         token r is the one new token of row r.
     """
@@ -38,6 +39,7 @@ class StepInputs(flax.struct.PyTreeNode):
     reads: Mapping[str, KernelBlocks]
     writes: Mapping[str, WriteLocations]
     slots: Mapping[str, KernelBlocks]
+    logit_tokens: Leaf
     max_query_len: int = flax.struct.field(pytree_node=False)
 
     @property
@@ -60,11 +62,6 @@ class StepInputs(flax.struct.PyTreeNode):
         """Which rows begin a sequence: their states start from zero."""
         return self.kv_lens == self.query_lens
 
-    @property
-    def last_tokens(self) -> Int32[Array, " rows"]:
-        """Index of each row's last new token; in range also for padded rows."""
-        return jnp.maximum(self.cu_query_lens[1:] - 1, 0)
-
 
 def step_inputs(
     batch: StepBatch,
@@ -72,6 +69,7 @@ def step_inputs(
     token_ids: Int32[Array, " num_tokens"],
     *,
     max_query_len: int,
+    logit_tokens: Int32[Array, " num_logits"] | None = None,
 ) -> StepInputs:
     """Join a batch, its translated tables and its tokens.
 
@@ -80,8 +78,13 @@ def step_inputs(
       tables: Refreshed for this batch.
       token_ids: ``[num_tokens]``.
       max_query_len: Static bound of the new tokens of a row; 1 for a decode step.
+      logit_tokens: Packed tokens whose logits are wanted; None for the last new token
+        of each row.
     """
     places = token_places(batch)
+    if logit_tokens is None:
+        # In range also for a padded row, whose logits mean nothing.
+        logit_tokens = jnp.maximum(batch.cu_query_lens[1:] - 1, 0)
     return StepInputs(
         token_ids=token_ids,
         positions=places.positions,
@@ -91,6 +94,7 @@ def step_inputs(
         reads=tables.reads,
         writes=tables.writes,
         slots=tables.slots,
+        logit_tokens=logit_tokens,
         max_query_len=max_query_len,
     )
 
@@ -103,6 +107,7 @@ def translated_step(
     token_ids: Int32[Array, " num_tokens"],
     *,
     max_query_len: int,
+    logit_tokens: Int32[Array, " num_logits"] | None = None,
 ) -> tuple[PoolState, StaticTables, StepInputs]:
     """Refresh the tables for a batch and return the inputs of its forward pass.
 
@@ -110,5 +115,11 @@ def translated_step(
       SpecError: The batch has another shape than the tables.
     """
     state, tables = refresh_static_tables(translator, tables, state, batch)
-    inputs = step_inputs(batch, tables, token_ids, max_query_len=max_query_len)
+    inputs = step_inputs(
+        batch,
+        tables,
+        token_ids,
+        max_query_len=max_query_len,
+        logit_tokens=logit_tokens,
+    )
     return state, tables, inputs
