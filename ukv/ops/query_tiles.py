@@ -97,7 +97,9 @@ def cut_packed(
     tiles_of_row = (query_lens + (block_q - 1)) // block_q
     ends = jnp.cumsum(tiles_of_row, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(
+        jnp.int32
+    )
     row = jnp.minimum(row, num_rows - 1)
     start = (tile - (ends - tiles_of_row)[row]) * block_q
     is_live = tile < ends[-1]
@@ -106,7 +108,9 @@ def cut_packed(
     tokens = steps(first, block_q)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(cu_query_lens[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.searchsorted(
+        cu_query_lens[1:], token, side="right", method="compare_all"
+    ).astype(jnp.int32)
     is_token = owner < num_rows
     owner = jnp.minimum(owner, num_rows - 1)
     # Tiles of a row follow each other, so its tokens do, in flat places.
