@@ -55,10 +55,10 @@ class Checkpoint:
         index = self.folder / INDEX
         if index.is_file():
             return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        found = sorted(path.name for path in self.folder.glob("model*.safetensors"))
         if not found:
             raise CheckpointError(
-                f"{self.folder}: has no *.safetensors file; give the folder of a "
+                f"{self.folder}: has no model*.safetensors file; give the folder of a "
                 "released checkpoint"
             )
         return found

@@ -6,6 +6,7 @@ costs nothing anywhere, while a bitcast of the whole buffer copies it on the CPU
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped, UInt32
 
 from ukv.layout import PartView
@@ -13,14 +14,20 @@ from ukv.layout import PartView
 Buffer = UInt32[Array, "rows words"]
 
 
+def _bits_dtype(view: PartView) -> np.dtype:
+    # Entries are cut and padded as integers: moving 8-bit floats goes through a wider
+    # float on some backends, which changes the bits of NaNs.
+    return np.dtype(f"uint{8 * view.dtype.itemsize}")
+
+
 def words_to_entries(
     words: UInt32[Array, "*batch entry_words"], view: PartView
 ) -> Shaped[Array, "..."]:
     """Reinterpret the words of entries as ``[*batch, *view.shape]``."""
     batch = words.shape[:-1]
-    values = jax.lax.bitcast_convert_type(words, view.dtype)
-    values = values.reshape(*batch, -1)[..., : view.num_elements]
-    return values.reshape(*batch, *view.shape)
+    bits = jax.lax.bitcast_convert_type(words, _bits_dtype(view))
+    bits = bits.reshape(*batch, -1)[..., : view.num_elements]
+    return jax.lax.bitcast_convert_type(bits.reshape(*batch, *view.shape), view.dtype)
 
 
 def entries_to_words(
@@ -37,14 +44,15 @@ def entries_to_words(
             f"values of {view.sub_pool}.{view.part} have shape {values.shape}, "
             f"the last dimensions must be {view.shape}"
         )
-    stored = values.astype(view.dtype).reshape(*batch, view.num_elements)
+    bits = jax.lax.bitcast_convert_type(values.astype(view.dtype), _bits_dtype(view))
+    bits = bits.reshape(*batch, view.num_elements)
     per_word = 4 // view.dtype.itemsize
     total = view.rows_per_entry * view.row_words * per_word
     padding = [(0, 0)] * len(batch) + [(0, total - view.num_elements)]
-    stored = jnp.pad(stored, padding)
+    bits = jnp.pad(bits, padding)
     if per_word > 1:
-        stored = stored.reshape(*batch, -1, per_word)
-    return jax.lax.bitcast_convert_type(stored, jnp.uint32)
+        bits = bits.reshape(*batch, -1, per_word)
+    return jax.lax.bitcast_convert_type(bits, jnp.uint32)
 
 
 def _row_dimensions(batch_rank: int) -> jax.lax.GatherDimensionNumbers:

@@ -1,0 +1,112 @@
+"""From a checkpoint folder to a model: ``load(path)`` needs nothing else."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.checkpoint import Checkpoint
+from models.config_fields import ConfigError, ConfigFields
+from models.llama import Llama
+from models.weights import Weights, load_weights
+from ukv.pool import PoolState
+from ukv.spec import SubPoolSpec
+from ukv.translator import StepInputs
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What every model offers. Models are frozen and hashable: sizes, no arrays."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary: the width of the logits."""
+        ...
+
+    @property
+    def ignored_tensors(self) -> str:
+        """Regular expression of checkpoint tensors that the model does not need."""
+        ...
+
+    def weights(self) -> Weights:
+        """Describe every array as ``models.weights.Weight``."""
+        ...
+
+    def pool_specs(self, *, page_size: int, dtype: np.dtype) -> tuple[SubPoolSpec, ...]:
+        """Return what the model keeps in the pool."""
+        ...
+
+    def forward(
+        self, weights: Weights, inputs: StepInputs, pool: PoolState
+    ) -> tuple[jax.Array, PoolState]:
+        """Run one step and return logits and pool."""
+        ...
+
+
+MODELS: Mapping[str, Callable[[ConfigFields, str], Model]] = {
+    "llama": Llama.from_config,
+    "qwen3": Llama.from_config,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model and its arrays.
+
+    Attributes:
+      model: Sizes and forward pass.
+      weights: Arrays in the structure of ``model.weights()``.
+    """
+
+    model: Model
+    weights: Any
+
+
+def read_model(folder: pathlib.Path) -> Model:
+    """Return the model that ``config.json`` describes, without its weights.
+
+    Raises:
+      ConfigError: The model type is unknown, or a field is not supported.
+    """
+    fields = ConfigFields.read(folder / "config.json")
+    model_type = fields.take("model_type", str)
+    if model_type not in MODELS:
+        raise ConfigError(
+            f"{folder}: model_type={model_type!r} is not supported; it can be "
+            f"{', '.join(sorted(MODELS))}"
+        )
+    return MODELS[model_type](fields, model_type)
+
+
+def load(
+    folder: pathlib.Path | str,
+    *,
+    dtype: object = "bfloat16",
+    progress: bool = True,
+) -> Loaded:
+    """Load a released checkpoint.
+
+    Args:
+      folder: Holds ``config.json`` and the safetensors shards.
+      dtype: The model's dtype; parameters that need it stay in float32.
+      progress: Whether to show a progress bar.
+
+    Raises:
+      ConfigError: The config is not supported.
+      CheckpointError: A shard or tensor is missing, misshapen or unknown.
+    """
+    folder = pathlib.Path(folder)
+    model = read_model(folder)
+    with Checkpoint(folder) as checkpoint:
+        weights = load_weights(
+            model.weights(),
+            checkpoint,
+            jnp.dtype(dtype),  # type: ignore[arg-type]
+            ignored=model.ignored_tensors,
+            progress=progress,
+        )
+    return Loaded(model=model, weights=weights)
