@@ -131,14 +131,15 @@ def test_exactly_the_entries_are_written(spec, placement):
         )
 
 
+@pytest.mark.parametrize("width", [16, 8], ids=["whole-rows", "padded-rows"])
 @pytest.mark.parametrize("name", FP8)
-def test_all_bytes_of_fp8_keep_their_bits(name):
-    spec = kv_spec(page_size=4, heads=1, dims=(16, 16), dtype=FP8[name])
-    layout = layout_with(spec, "high", num_pages=5)
+def test_all_bytes_of_fp8_keep_their_bits(name, width):
+    spec = kv_spec(page_size=4, heads=1, dims=(width, width), dtype=FP8[name])
+    layout = layout_with(spec, "high", num_pages=10)
     views = views_of(layout, 1)
-    every = np.arange(256, dtype=np.uint8).reshape(16, 1, 16)
+    every = np.arange(256, dtype=np.uint8).reshape(-1, 1, width)
     values = tuple(jnp.asarray(x.view(FP8[name])) for x in (every, every[::-1].copy()))
-    slots = np.arange(16) + 4
+    slots = np.arange(len(every)) + 4
     locations = locations_of(slots // 4, slots % 4, layout)
 
     # As arguments: XLA folds constants of e5m2 through a wider type, and NaN with it.
@@ -156,6 +157,31 @@ def test_all_bytes_of_fp8_keep_their_bits(name):
         np.testing.assert_array_equal(
             np.asarray(read).view(np.uint8), np.asarray(value).view(np.uint8)
         )
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_values_beyond_fp8_become_its_largest(name):
+    spec = kv_spec(page_size=4, heads=1, dims=(16, 16), dtype=FP8[name])
+    layout = layout_with(spec, "low", num_pages=2)
+    views = views_of(layout, 0)
+    largest = float(ml_dtypes.finfo(FP8[name]).max)
+    values = np.zeros((1, 1, 16), np.float32)
+    values[0, 0, :5] = [1e9, -1e9, largest, np.inf, np.nan]
+    locations = locations_of(np.array([1]), np.array([2]), layout)
+
+    @jax.jit
+    def write_and_read(buffers, value):
+        written = ops.write_kv(buffers, views, locations, (value, value))
+        view = views[0]
+        return read_entries(
+            written[view.buffer_index], view, first_rows(locations, view)
+        )
+
+    buffers = create_pool(layout, fill_word=POISON).buffers
+    found = np.asarray(write_and_read(buffers, values)).astype(np.float32)[0, 0]
+    np.testing.assert_array_equal(found[:4], [largest, -largest, largest, largest])
+    # NaN stays NaN: it is an error upstream, not a large value.
+    assert np.isnan(found[4])
 
 
 def test_values_of_another_dtype_are_rounded_to_nearest():

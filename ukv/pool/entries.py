@@ -20,6 +20,13 @@ def _bits_dtype(view: PartView) -> np.dtype:
     return np.dtype(f"uint{8 * view.dtype.itemsize}")
 
 
+def _saturated(values: jax.Array, view: PartView) -> jax.Array:
+    if view.dtype.itemsize > 1 or values.dtype == view.dtype:
+        return values
+    largest = float(jnp.finfo(view.dtype).max)
+    return jnp.clip(values, -largest, largest)
+
+
 def words_to_entries(
     words: UInt32[Array, "*batch entry_words"], view: PartView
 ) -> Shaped[Array, "..."]:
@@ -35,8 +42,9 @@ def entries_to_words(
 ) -> UInt32[Array, "*batch entry_words"]:
     """Convert ``[*batch, *view.shape]`` to the storage dtype and then to words.
 
-    Values that already have the storage dtype keep their bits. The padding of an
-    entry becomes zero.
+    Values that already have the storage dtype keep their bits. A value beyond an
+    8-bit float becomes its largest, since a plain conversion would store NaN; NaN
+    stays NaN. The padding of an entry becomes zero.
     """
     batch = values.shape[: values.ndim - len(view.shape)]
     if values.shape[len(batch) :] != view.shape:
@@ -44,7 +52,8 @@ def entries_to_words(
             f"values of {view.sub_pool}.{view.part} have shape {values.shape}, "
             f"the last dimensions must be {view.shape}"
         )
-    bits = jax.lax.bitcast_convert_type(values.astype(view.dtype), _bits_dtype(view))
+    stored = _saturated(values, view).astype(view.dtype)
+    bits = jax.lax.bitcast_convert_type(stored, _bits_dtype(view))
     bits = bits.reshape(*batch, view.num_elements)
     per_word = 4 // view.dtype.itemsize
     total = view.rows_per_entry * view.row_words * per_word
