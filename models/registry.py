@@ -11,6 +11,7 @@ import numpy as np
 
 from models.checkpoint import Checkpoint
 from models.config_fields import ConfigError, ConfigFields
+from models.gemma3 import Gemma3
 from models.llama import Llama
 from models.weights import Weights, load_weights
 from ukv.pool import PoolState
@@ -48,6 +49,8 @@ class Model(Protocol):
 
 
 MODELS: Mapping[str, Callable[[ConfigFields, str], Model]] = {
+    "gemma3": Gemma3.from_config,
+    "gemma3_text": Gemma3.from_config,
     "llama": Llama.from_config,
     "qwen3": Llama.from_config,
 }
