@@ -15,8 +15,8 @@ test can say what a function costs in memory before it ever runs:
   as `jax.eval_shape` gives for a whole state, or arrays, of which the values are not
   used. Nothing of the pool's size is ever allocated. Close over static arguments.
 * `fn` is a plain function with `donate_argnums`, or a jitted one with its own.
-* The functions must ask for a GPU kernel by name: `jax.default_backend()` says "cpu"
-  here, and `interpret` must be off.
+* Ops pick their implementation as they would on the card; a kernel that asks
+  `jax.default_backend()` itself would still be told "cpu", and `interpret` must be off.
 * Calls run in the process of the CPU tests: no GPU backend is initialised.
 
 It proves that a function compiles, where its memory goes and which instructions it
@@ -37,8 +37,11 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ukv.implementation import Target
+
 TARGET_CONFIG = pathlib.Path(__file__).parent / "data" / "h200_target_config.txtpb"
 COMPUTE_CAPABILITY = 90
+H200 = Target(platform="gpu", capability=COMPUTE_CAPABILITY)
 
 _ARRAY = re.compile(r"(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[0-9,]*)\]")
 _INSTRUCTION = re.compile(
@@ -112,6 +115,7 @@ def compile_for_h200(fn, *args, donate_argnums=()) -> GpuProgram:
     with (
         jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
         _triton_for(COMPUTE_CAPABILITY),
+        mock.patch("ukv.implementation.default_target", return_value=H200),
     ):
         compiled = fn.lower(*shapes).compile()
     memory = compiled.memory_analysis()

@@ -28,9 +28,9 @@ from ukv.allocator.alloc import (
 )
 from ukv.errors import SpecError
 from ukv.ids import PhysicalPages
+from ukv.implementation import Implementation
 from ukv.layout import Placement, SubPoolLayout, place
 from ukv.pool import HI, HOLES, LIVE, LO, PoolState, copy_pages
-from ukv.pool.page_copy import Implementation
 from ukv.pytree import Leaf
 
 

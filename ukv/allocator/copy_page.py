@@ -12,8 +12,8 @@ from ukv.allocator.alloc import (
 )
 from ukv.allocator.error_word import ErrorBit, raise_bit
 from ukv.ids import PhysicalPages, VirtualPages, require_ids
+from ukv.implementation import Implementation
 from ukv.pool import PoolState, copy_pages
-from ukv.pool.page_copy import Implementation
 
 
 def copy_page(

@@ -1,5 +1,12 @@
 """Ops over the pool: each is one public function with several implementations."""
 
+from ukv.implementation import SUPPORT as SUPPORT
+from ukv.implementation import Implementation as Implementation
+from ukv.implementation import OpCase as OpCase
+from ukv.implementation import Support as Support
+from ukv.implementation import Target as Target
+from ukv.implementation import default_target as default_target
+from ukv.implementation import resolve as resolve
 from ukv.ops.delta_rule import CHUNK_SIZE as CHUNK_SIZE
 from ukv.ops.delta_rule import chunked_delta_rule as chunked_delta_rule
 from ukv.ops.delta_rule import normalize_qk as normalize_qk
@@ -11,13 +18,6 @@ from ukv.ops.gdn import gdn_log_decay as gdn_log_decay
 from ukv.ops.gdn import gdn_prefill as gdn_prefill
 from ukv.ops.gqa import gqa_attention as gqa_attention
 from ukv.ops.gqa import gqa_decode as gqa_decode
-from ukv.ops.implementation import SUPPORT as SUPPORT
-from ukv.ops.implementation import Implementation as Implementation
-from ukv.ops.implementation import OpCase as OpCase
-from ukv.ops.implementation import Support as Support
-from ukv.ops.implementation import Target as Target
-from ukv.ops.implementation import default_target as default_target
-from ukv.ops.implementation import resolve as resolve
 from ukv.ops.kda import KdaGate as KdaGate
 from ukv.ops.kda import kda_decode as kda_decode
 from ukv.ops.kda import kda_log_decay as kda_log_decay

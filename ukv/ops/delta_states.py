@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
 from ukv.ops.delta_rule import (
@@ -21,7 +22,6 @@ from ukv.ops.delta_rule import (
     normalize_qk,
     recurrent_delta_rule,
 )
-from ukv.ops.implementation import Implementation, OpCase, resolve
 from ukv.ops.state_slots import (
     StateSlots,
     present_rows,

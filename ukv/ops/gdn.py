@@ -17,6 +17,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
 from ukv.ops.delta_states import (
@@ -27,7 +28,6 @@ from ukv.ops.delta_states import (
     softplus_gate,
     to_tokens,
 )
-from ukv.ops.implementation import Implementation
 from ukv.ops.state_slots import StateSlots
 from ukv.pytree import Leaf
 

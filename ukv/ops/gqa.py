@@ -10,9 +10,9 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32
 
 from ukv.ids import KernelBlocks
+from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
-from ukv.ops.implementation import Implementation, OpCase, resolve
 from ukv.ops.online_softmax import (
     BlockShape,
     ReadBlock,

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
 from ukv.ops.delta_states import (
@@ -28,7 +29,6 @@ from ukv.ops.delta_states import (
     softplus_gate,
     to_tokens,
 )
-from ukv.ops.implementation import Implementation
 from ukv.ops.state_slots import StateSlots
 from ukv.pytree import Leaf
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
 from ukv.ids import WriteLocations, require_ids
+from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.implementation import Implementation, OpCase, resolve
 from ukv.pool import write_entries
 
 

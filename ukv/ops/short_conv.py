@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.implementation import Implementation, OpCase, resolve
 from ukv.ops.state_slots import (
     StateSlots,
     present_rows,

@@ -1,7 +1,6 @@
 """Copies of whole pages inside the buffers: moves and copies on write."""
 
 import importlib
-from typing import Literal
 
 import jax
 from jaxtyping import Array, Int32
@@ -9,19 +8,8 @@ from jaxtyping import Array, Int32
 from pallas_kernels import page_copy
 from ukv.errors import UnsupportedError
 from ukv.ids import PhysicalPages, require_ids
+from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PoolLayout, SubPoolLayout
-
-Implementation = Literal["xla", "mosaic_gpu", "triton"]
-"""How a page copy runs; None anywhere means the best one for the default device."""
-
-
-def default_implementation() -> Implementation:
-    """Return the implementation for the default device: a kernel from Hopper on."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return "xla"
-    major = int(str(getattr(device, "compute_capability", "0")).split(".")[0])
-    return "mosaic_gpu" if major >= 9 else "triton"
 
 
 def _copy_in_rows(
@@ -69,8 +57,15 @@ def copy_pages(
 
     Raises:
       IdSpaceError: ``src`` or ``dst`` are not physical pages of ``sub``.
+      UnsupportedError: ``implementation`` cannot run on the default device.
     """
-    chosen = implementation or default_implementation()
+    case = OpCase(
+        page_size=sub.page_size,
+        storage_dtype="uint32",
+        compute_dtype="uint32",
+        widths=(sub.page_bytes // 4,),
+    )
+    chosen = resolve("copy_pages", implementation, case)
     src_ids = require_ids(src, PhysicalPages, owner=sub.name, argument="src").ids
     dst_ids = require_ids(dst, PhysicalPages, owner=sub.name, argument="dst").ids
     if layout.is_unified:

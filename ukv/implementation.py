@@ -107,6 +107,11 @@ _STATE_REFERENCE = Support(
 
 # Best first. A kernel adds its line above the reference.
 SUPPORT: Mapping[str, tuple[Support, ...]] = {
+    "copy_pages": (
+        Support(implementation="mosaic_gpu", platforms=("gpu",), min_capability=90),
+        Support(implementation="triton", platforms=("gpu",), min_capability=80),
+        Support(implementation="xla"),
+    ),
     "write_kv": (Support(implementation="xla"),),
     "gqa_attention": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
     "gqa_decode": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
