@@ -8,7 +8,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 # The pool holds the tables, the allocator owns them, the translator reads them.
-TABLE_OWNERS = ("ukv/pool/state.py", "ukv/allocator/", "ukv/translator/translator.py")
+TABLE_OWNERS = (
+    "ukv/pool/state.py",
+    "ukv/allocator/",
+    "ukv/translator/translator.py",
+    "ukv/memory_map.py",  # draws where pages lie
+)
 TABLES = {"v2p", "p2v"}
 # Below the translator's output nobody holds an id that could be translated again.
 KERNEL_SIDE = ("ukv/ops/", "pallas_kernels/", "models/")
