@@ -5,8 +5,10 @@ import difflib
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ukv.errors import UkvError
@@ -16,6 +18,28 @@ INDEX = "model.safetensors.index.json"
 
 class CheckpointError(UkvError, ValueError):
     """A checkpoint lacks a file or a tensor, or a tensor has another shape."""
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Where the weights of a model come from: tensors by their released names."""
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Where they lie, for messages."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> jax.Array | np.ndarray:
+        """Return a tensor of that shape.
+
+        Raises:
+          CheckpointError: It is missing, or has another shape.
+        """
+        ...
+
+    def unread(self) -> list[str]:
+        """Return the names of the tensors that nobody read."""
+        ...
 
 
 class Checkpoint:

@@ -12,7 +12,9 @@ import numpy as np
 from models.checkpoint import Checkpoint
 from models.config_fields import ConfigError, ConfigFields
 from models.gemma3 import Gemma3
+from models.gpt_oss import GptOss
 from models.llama import Llama
+from models.qwen3_next import Qwen3Next
 from models.weights import Weights, load_weights
 from ukv.pool import PoolState
 from ukv.spec import SubPoolSpec
@@ -51,8 +53,10 @@ class Model(Protocol):
 MODELS: Mapping[str, Callable[[ConfigFields, str], Model]] = {
     "gemma3": Gemma3.from_config,
     "gemma3_text": Gemma3.from_config,
+    "gpt_oss": GptOss.from_config,
     "llama": Llama.from_config,
     "qwen3": Llama.from_config,
+    "qwen3_next": Qwen3Next.from_config,
 }
 
 

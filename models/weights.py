@@ -8,7 +8,7 @@ shapes.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from models.checkpoint import Checkpoint, CheckpointError
+from models.checkpoint import CheckpointError, TensorSource
 
 Weights = Any
 """A pytree: of ``Weight``, of arrays, or of shapes."""
@@ -31,6 +31,8 @@ class Weight:
       shapes: Their shapes there. Matrices stay ``[out, in]``.
       join: How several become one: end to end along axis 0, or stacked on a new one.
       shape: Of the array, after joining; None for whatever joining gives.
+      decode: For tensors of another format or order: called with them and with
+        ``dtype=``, and returns the array, of ``shape``. It takes the place of joining.
       keeps_float32: Stay in float32 whatever the model's dtype: small parameters that
         enter exponentials, and routers.
       spread: Standard deviation of random values; 0 for ones, as of a norm.
@@ -40,6 +42,7 @@ class Weight:
     shapes: tuple[tuple[int, ...], ...]
     join: Literal["concatenate", "stack"] = "concatenate"
     shape: tuple[int, ...] | None = None
+    decode: Callable[..., jax.Array] | None = None
     keeps_float32: bool = False
     spread: float = 0.02
 
@@ -106,7 +109,15 @@ def init_weights(description: Weights, key: jax.Array, dtype: jnp.dtype) -> Weig
     return jax.tree.unflatten(structure, arrays)
 
 
-def _read(checkpoint: Checkpoint, w: Weight, dtype: jnp.dtype) -> jax.Array:
+def _read(checkpoint: TensorSource, w: Weight, dtype: jnp.dtype) -> jax.Array:
+    if w.decode is not None:
+        tensors = [
+            jnp.asarray(checkpoint.read(name, shape))
+            for name, shape in zip(w.names, w.shapes, strict=True)
+        ]
+        value = w.decode(*tensors, dtype=w.dtype(dtype))
+        assert value.shape == w.final_shape, f"{w.names}: {value.shape=}"
+        return value
     # On the host: only the finished array goes to the device.
     tensors = [
         np.asarray(checkpoint.read(name, shape))
@@ -122,7 +133,7 @@ def _read(checkpoint: Checkpoint, w: Weight, dtype: jnp.dtype) -> jax.Array:
 
 def load_weights(
     description: Weights,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     dtype: jnp.dtype,
     *,
     ignored: str | None = None,

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.pools import POISON
-from ukv.allocator import alloc, alloc_extend, raise_on_error
+from ukv.allocator import alloc, alloc_extend, make_room, raise_on_error
+from ukv.allocator.alloc import page_growth
 from ukv.ids import VirtualPages
 from ukv.layout import (
+    Placement,
     RequestShape,
     packed_bytes,
     pages_of_request,
@@ -143,6 +145,8 @@ def _jitted_step(model, translator, num_tokens, max_query_len):
         }
         if growing:
             rows, width = next(iter(growing.values())).ids.shape
+            if any(s.placement is Placement.FLOAT for s in pool.layout.sub_pools):
+                pool = _with_room(pool, growing, context, lens)
             pool, grown, _ = alloc_extend(
                 pool, growing, context, lens, max_new_pages=rows * width
             )
@@ -166,6 +170,18 @@ def _jitted_step(model, translator, num_tokens, max_query_len):
         return logits, pool, tables
 
     return jax.jit(step, donate_argnums=(1, 3))
+
+
+def _with_room(pool, tables, context_lens, query_lens):
+    """Move what floats between the ends out of the way of the new pages."""
+    num_pages = {
+        name: jnp.sum(
+            page_growth(pool.layout.owner(name).page_size, context_lens, query_lens)[1],
+            dtype=jnp.int32,
+        )
+        for name in tables
+    }
+    return make_room(pool, num_pages)[0]
 
 
 def request_pages(layout, num_tokens: int) -> dict[str, int]:

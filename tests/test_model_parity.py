@@ -9,7 +9,7 @@ from models.registry import load
 from tests.golden import GOLDENS, Golden, worst_row_error
 from tests.model_runner import ModelRunner
 
-FAMILIES = ["llama", "qwen3", "gemma3"]
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt_oss", "gpt_oss_mxfp4"]
 PROMPTS = range(4)
 BOUND = 1e-4
 
