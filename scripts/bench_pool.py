@@ -296,7 +296,7 @@ def bench_pointer(rows: int, steps: int, pool_bytes: int) -> Result:
     table = VirtualPages(ids=jnp.zeros((rows, width), jnp.int32), space="mla")
     lens = jnp.arange(rows, dtype=jnp.int32)
     view = layout.part_view("mla", layer=6, part="latent")
-    extend = jax.jit(ft.partial(alloc_extend, max_new_pages=rows), donate_argnums=0)
+    extend = jax.jit(ft.partial(alloc_extend, max_new_pages=4 * rows), donate_argnums=0)
     state, pages, _ = extend(state, {"mla": table}, jnp.zeros_like(lens), lens)
 
     def step(state, tables, table, lens):
