@@ -32,7 +32,7 @@ class Weight:
       join: How several become one: end to end along axis 0, or stacked on a new one.
       shape: Of the array, after joining; None for whatever joining gives.
       decode: For tensors of another format or order: called with them and with
-        ``dtype=``, and returns the array, of ``shape``. It takes the place of joining.
+        ``dtype=``, and returns the array. It takes the place of joining.
       keeps_float32: Stay in float32 whatever the model's dtype: small parameters that
         enter exponentials, and routers.
       spread: Standard deviation of random values; 0 for ones, as of a norm.
