@@ -158,7 +158,7 @@ def flag_refusal(
     state: PoolState, needs: Int32[Array, " sub_pools"], granted: jax.Array
 ) -> PoolState:
     """Set OUT_OF_PAGES for every sub-pool that a refused transaction asked."""
-    is_short = ~granted & (needs > 0)
+    is_short = ~granted & (needs != 0)
     bit = jnp.where(is_short, jnp.uint32(ErrorBit.OUT_OF_PAGES), jnp.uint32(0))
     return state.replace(error=state.error | bit)
 
