@@ -18,3 +18,4 @@ from ukv.allocator.free import free_full as free_full
 from ukv.allocator.free import free_window as free_window
 from ukv.allocator.free import share as share
 from ukv.allocator.mirror import PoolMirror as PoolMirror
+from ukv.allocator.verify import verify as verify
