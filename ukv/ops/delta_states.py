@@ -120,7 +120,7 @@ def decode_states(
     states = read_states(buffers, view, slots)
     activated = _activate(tokens, log_decay_of)
     out, states = recurrent_delta_rule(*activated, states, lens)
-    return write_states(buffers, view, slots, states, out.astype(tokens.v.dtype))
+    return write_states(buffers, view, slots, states), out.astype(tokens.v.dtype)
 
 
 def prefill_states(
@@ -170,4 +170,5 @@ def prefill_states(
     num_chunks = -(-max_query_len // chunk_size)
     carry = (jnp.zeros_like(tokens.v), states, wanted)
     out, states, wanted = jax.lax.fori_loop(0, num_chunks, step, carry)
-    return write_states_and_checkpoints(buffers, view, slots, lens, states, wanted, out)
+    buffers = write_states_and_checkpoints(buffers, view, slots, lens, states, wanted)
+    return buffers, out

@@ -115,7 +115,7 @@ def short_conv_decode(
     taps = [inputs[:, j : j + query_len] for j in range(num_taps)]
     is_present = present_rows(view, slots)[:, None, None]
     out = jnp.where(is_present, _combine(taps, conv), 0.0).astype(x.dtype)
-    return write_states(buffers, view, slots, inputs[:, query_len:], out)
+    return write_states(buffers, view, slots, inputs[:, query_len:]), out
 
 
 def short_conv_prefill(
@@ -169,10 +169,6 @@ def short_conv_prefill(
     is_token = place < lens[row]
     out = jnp.where(is_token[:, None], _combine(taps, conv), 0.0).astype(x.dtype)
 
-    def window_after(row: Array, num_new: Array) -> Array:
-        places = num_new[..., None] + jnp.arange(-num_past, 0, dtype=jnp.int32)
-        return input_at(jnp.broadcast_to(row[..., None], places.shape), places)
-
     def windows_after(num_new: Int32[Array, "rows n"]) -> Array:
         past = jnp.arange(-num_past, 0, dtype=jnp.int32)
         places = num_new[:, :, None] + past[None, None, :]
@@ -182,6 +178,7 @@ def short_conv_prefill(
     last, checkpoints = windows_after(lens[:, None])[:, 0], None
     if slots.checkpoints is not None:
         checkpoints = windows_after(slots.checkpoints.lens)
-    return write_states_and_checkpoints(
-        buffers, view, slots, lens, last, checkpoints, out
+    buffers = write_states_and_checkpoints(
+        buffers, view, slots, lens, last, checkpoints
     )
+    return buffers, out

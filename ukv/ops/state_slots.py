@@ -1,7 +1,6 @@
 """Where the states of a batch lie in the pool, and how they are read and written."""
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
@@ -114,24 +113,20 @@ def write_states(
     view: PartView,
     slots: StateSlots,
     states: Float[Array, "rows ..."],
-    out: Float[Array, "..."],
-) -> tuple[Buffers, Float[Array, "..."]]:
+) -> Buffers:
     """Write the state of each row.
+
+    The states come from those that were read, so a write never overtakes its read,
+    and XLA updates a donated pool in place.
 
     Args:
       buffers: All buffers of the pool.
       view: The part and layer.
       slots: Where to.
       states: After this step's tokens.
-      out: What the op returns beside the buffers. It is tied to the write: XLA could
-        else move the reads of later layers behind this write, fuse them, and copy
-        the pool for it.
-
-    Returns:
-      The buffers and ``out``.
     """
     first_rows, _ = slot_rows(view, slots.slots, "slots")
-    return _write(buffers, view, first_rows, states, out)
+    return _write(buffers, view, first_rows, states)
 
 
 def write_states_and_checkpoints(
@@ -141,28 +136,23 @@ def write_states_and_checkpoints(
     query_lens: Int32[Array, " rows"],
     states: Float[Array, "rows ..."],
     checkpoint_states: Float[Array, "rows n ..."] | None,
-    out: Float[Array, "..."],
-) -> tuple[Buffers, Float[Array, "..."]]:
+) -> Buffers:
     """Write the state of each row and the checkpoints inside it, all in one scatter.
 
     Args:
-      buffers: As in ``write_states``.
-      view: As in ``write_states``.
-      slots: As in ``write_states``.
+      buffers: All buffers of the pool.
+      view: The part and layer.
+      slots: Where to.
       query_lens: Tokens of each row.
-      states: As in ``write_states``.
+      states: After this step's tokens.
       checkpoint_states: The state for each checkpoint; None if there are none.
-      out: As in ``write_states``.
-
-    Returns:
-      As ``write_states``.
 
     Raises:
       ValueError: The checkpoints' slots and lengths differ in shape.
     """
     checkpoints = slots.checkpoints
     if checkpoints is None or checkpoint_states is None:
-        return write_states(buffers, view, slots, states, out)
+        return write_states(buffers, view, slots, states)
     lens = checkpoints.lens
     more_rows, _ = slot_rows(view, checkpoints.slots, "checkpoints.slots")
     if lens.shape != more_rows.shape:
@@ -179,15 +169,14 @@ def write_states_and_checkpoints(
         view,
         jnp.concatenate([first_rows, more_rows.reshape(-1)]),
         jnp.concatenate([states, checkpoint_states.reshape(-1, *view.shape)]),
-        out,
     )
 
 
 def _write(
-    buffers: Buffers, view: PartView, first_rows: Array, states: Array, out: Array
-) -> tuple[Buffers, Array]:
+    buffers: Buffers, view: PartView, first_rows: Array, states: Array
+) -> Buffers:
     written = list(buffers)
-    written[view.buffer_index], out = jax.lax.optimization_barrier(
-        (write_entries(buffers[view.buffer_index], view, first_rows, states), out)
+    written[view.buffer_index] = write_entries(
+        buffers[view.buffer_index], view, first_rows, states
     )
-    return tuple(written), out
+    return tuple(written)
