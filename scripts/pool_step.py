@@ -157,7 +157,7 @@ class PoolStep:
       ops: The operations, in the order of their codes.
     """
 
-    def __init__(self, layout: PoolLayout, *, fast_compile: bool = True):
+    def __init__(self, layout: PoolLayout):
         self.layout = layout
         self.owners = [sub.name for sub in layout.owners]
         self.growing = [sub.name for sub in layout.owners if sub.spec.grows]
@@ -199,7 +199,7 @@ class PoolStep:
             }
         )
         # Compiling takes longer than thousands of operations on so small a pool.
-        options = {"xla_backend_optimization_level": 0} if fast_compile else {}
+        options = {"xla_backend_optimization_level": 0}
         self._run = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=options)
 
     def create(self, fill_word: int = 0xFFFFFFFF) -> tuple[PoolState, tuple]:
