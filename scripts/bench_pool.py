@@ -389,11 +389,13 @@ def main() -> None:
     arguments = parser.parse_args()
     small = arguments.small
     facts = benchmarking.device_facts(arguments.commit)
+    small_bytes = GIB // 2
+    # First, while the allocator has not yet cut the card's memory into pieces.
+    results = [bench_far_pages(small_bytes if small else 100 * GIB)]
     limits = benchmarking.ceilings(
         num_bytes=GIB // 64 if small else 4 * GIB, size=256 if small else 8192
     )
     rows, width = (4, 16) if small else (256, 2048)
-    small_bytes = GIB // 2
     steps = []
     moves = [("mla", kimi_specs(1)), ("mla", kimi_specs(7)), ("kda", kimi_specs(7))]
     for name, specs in moves:
@@ -415,10 +417,7 @@ def main() -> None:
     ]
     if not small:
         single[0] = ft.partial(bench_read_table, rows, width, table_bytes, 32)
-    results = []
     try:
-        # First, while the allocator has not yet cut the card's memory into pieces.
-        results.append(bench_far_pages(small_bytes if small else 100 * GIB))
         for step in tqdm(steps, desc="page moves"):
             results.extend(step())
         for step in tqdm(single, desc="state"):
