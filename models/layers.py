@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from models.weights import Weights, joined, weight
 from ukv.ops import Implementation, gqa_attention, gqa_decode, write_kv
 from ukv.pool import PoolState
 from ukv.translator import StepInputs
@@ -77,6 +78,23 @@ def swiglu(
     """
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(jax.nn.silu(gate) * up, down)
+
+
+def swiglu_weights(prefix: str, *, width: int, inner: int) -> Weights:
+    """Describe the weights of ``swiglu``, named as most checkpoints do.
+
+    Args:
+      prefix: Of the tensors.
+      width: Elements that go in and out.
+      inner: Elements between.
+    """
+    return {
+        "gate_up": joined(
+            [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"],
+            [(inner, width)] * 2,
+        ),
+        "down": weight(f"{prefix}.down_proj.weight", width, inner),
+    }
 
 
 def cached_attention(

@@ -1,7 +1,7 @@
 """Mixture of experts: a router chooses, and only the chosen experts compute.
 
 No expert has a capacity, so no token is dropped, and what a token gets does not depend
-on the tokens beside it. Shared experts are the model's.
+on the tokens beside it.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from models.config_fields import ConfigError
 from models.layers import linear
+from models.weights import Weight, stacked
 from ukv.pytree import Leaf
 
 TILE_TOKENS = 16
@@ -66,21 +68,21 @@ class Router:
         """Check that so many experts can be chosen.
 
         Raises:
-          ValueError: The sizes contradict each other.
+          ConfigError: The sizes contradict each other.
         """
         groups, kept = self.num_groups, self.num_chosen_groups
         if groups < 1 or self.num_experts % groups:
-            raise ValueError(f"num_groups={groups} must divide {self.num_experts=}")
+            raise ConfigError(f"num_groups={groups} must divide {self.num_experts=}")
         group_size = self.num_experts // groups
         if not 1 <= kept <= groups:
-            raise ValueError(f"num_chosen_groups={kept} must be in 1 ... {groups}")
+            raise ConfigError(f"num_chosen_groups={kept} must be in 1 ... {groups}")
         if not 1 <= self.num_chosen <= kept * group_size:
-            raise ValueError(
+            raise ConfigError(
                 f"num_chosen={self.num_chosen} must be in 1 ... {kept * group_size}, "
                 "the experts of the chosen groups"
             )
         if groups > 1 and self.group_score == "two best" and group_size < 2:
-            raise ValueError(f"groups of {group_size} expert have no two best")
+            raise ConfigError(f"groups of {group_size} expert have no two best")
 
     def choose(
         self,
@@ -142,6 +144,43 @@ class Experts(flax.struct.PyTreeNode):
     down: Leaf
     gate_up_bias: Leaf | None = None
     down_bias: Leaf | None = None
+
+
+def expert_weights(
+    names: str,
+    *,
+    projections: tuple[str, str, str],
+    num_experts: int,
+    width: int,
+    inner: int,
+) -> dict[str, Weight]:
+    """Describe the fields of ``Experts`` that a checkpoint holds matrix by matrix.
+
+    Args:
+      names: Tensor names, with ``{expert}`` and ``{projection}`` in them.
+      projections: What gate, up and down are called.
+      num_experts: Experts.
+      width: Elements that go in and out.
+      inner: Elements between.
+    """
+
+    def names_of(*wanted: str) -> tuple[str, ...]:
+        return tuple(
+            names.format(expert=expert, projection=projection)
+            for expert in range(num_experts)
+            for projection in wanted
+        )
+
+    gate, up, down = projections
+    return {
+        # Gate and up of one expert end to end, then those of the next.
+        "gate_up": Weight(
+            names=names_of(gate, up),
+            shapes=((inner, width),) * (2 * num_experts),
+            shape=(num_experts, 2 * inner, width),
+        ),
+        "down": stacked(names_of(down), width, inner),
+    }
 
 
 class ExpertTiles(flax.struct.PyTreeNode):

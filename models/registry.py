@@ -11,8 +11,10 @@ import numpy as np
 
 from models.checkpoint import Checkpoint
 from models.config_fields import ConfigError, ConfigFields
+from models.deepseek import DeepSeek
 from models.gemma3 import Gemma3
 from models.gpt_oss import GptOss
+from models.kimi_linear import KimiLinear
 from models.llama import Llama
 from models.qwen3_next import Qwen3Next
 from models.weights import Weights, load_weights
@@ -51,9 +53,12 @@ class Model(Protocol):
 
 
 MODELS: Mapping[str, Callable[[ConfigFields, str], Model]] = {
+    "deepseek_v2": DeepSeek.from_config,
+    "deepseek_v3": DeepSeek.from_config,
     "gemma3": Gemma3.from_config,
     "gemma3_text": Gemma3.from_config,
     "gpt_oss": GptOss.from_config,
+    "kimi_linear": KimiLinear.from_config,
     "llama": Llama.from_config,
     "qwen3": Llama.from_config,
     "qwen3_next": Qwen3Next.from_config,

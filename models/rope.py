@@ -21,10 +21,13 @@ class Rope:
     Attributes:
       frequencies: Radians per position of each rotated pair.
       magnitude: Factor of cosine and sine (YaRN's attention factor).
+      score_magnitude: Factor of the softmax scale, for all elements of q and k, also
+        those that are not rotated (YaRN's ``mscale_all_dim``, squared).
     """
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
+    score_magnitude: float = 1.0
 
     @property
     def dim(self) -> int:
@@ -85,7 +88,11 @@ def _yarn_rope(dim: int, theta: float, fields: ConfigFields) -> Rope:
             )
         else:
             magnitude = yarn_magnitude(factor, 1.0)
-    return Rope(frequencies=tuple(scaled.tolist()), magnitude=magnitude)
+    return Rope(
+        frequencies=tuple(scaled.tolist()),
+        magnitude=magnitude,
+        score_magnitude=yarn_magnitude(factor, mscale_all or 0.0) ** 2,
+    )
 
 
 def rope_from_config(dim: int, theta: float, fields: ConfigFields | None) -> Rope:
