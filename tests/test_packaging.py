@@ -88,6 +88,14 @@ def test_evaluation_on_a_cpu_downloads_no_cuda():
     assert not [name for name in LOCKS["eval"] if any(u in name for u in unwanted)]
 
 
+def test_weights_are_locked_without_what_their_package_asks_for():
+    (group,) = CONFIG["dependency-groups"].values()
+    for lock in ("eval", "test"):
+        for requirement in map(Requirement, group):
+            assert locked_version(lock, requirement.name) in requirement.specifier
+        assert not {"llm", "llama-cpp-python"} & set(LOCKS[lock])
+
+
 def test_tests_download_compilers_but_no_cuda_libraries():
     nvidia = [name for name in LOCKS["test"] if name.startswith("nvidia")]
     assert nvidia == ["nvidia-cuda-nvcc-cu12"]
