@@ -47,7 +47,7 @@ from ukv.layout import (
     static_layout,
     unified_layout,
 )
-from ukv.pool import copy_pages
+from ukv.pool import LIVE, copy_pages
 from ukv.pool.entries import entries_to_words
 from ukv.pool.page_copy import _copy_with_kernel
 from ukv.spec import (
@@ -571,6 +571,23 @@ CASES = {
         SpecError,
         r"a static pool has fixed borders and nothing to compact",
         lambda: allocator.make_room(static(), {"latent": 1}),
+    ),
+    "broken invariant": Case(
+        PoolStateError,
+        r"sub-pool 'latent'",
+        lambda: allocator.verify(
+            state().replace(counters=state().counters.at[1, LIVE].add(1))
+        ),
+    ),
+    "holders of another length": Case(
+        SpecError,
+        r"holders\['latent'\] is int32\[3\], must be int32\[32\]: one count for each",
+        lambda: allocator.verify(state(), holders={"latent": np.zeros(3, np.int32)}),
+    ),
+    "holders of an unknown sub-pool": Case(
+        UnknownSubPoolError,
+        r"no sub-pool 'kv'",
+        lambda: allocator.verify(state(), holders={"kv": np.zeros(3, np.int32)}),
     ),
     "mirror of a negative count": Case(
         SpecError,

@@ -85,7 +85,8 @@ def counts(draw, layout, *, generous):
     found, left = [], layout.pool_bytes
     for sub in layout.sub_pools:
         most = max(left, 0) // sub.page_bytes + 2 * generous
-        count = draw(st.integers(0, min(most, sub.num_pages + generous)))
+        most = min(most, sub.num_pages + generous, 2**31 - 1)
+        count = draw(st.integers(0, most))
         found.append(count)
         left -= count * sub.page_bytes
     return found

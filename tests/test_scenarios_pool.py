@@ -35,6 +35,7 @@ from tests.test_layout import assert_disjoint, byte_ranges
 from tests.test_spec import kimi_latent, kimi_state
 from ukv import allocator
 from ukv.allocator import ErrorBit, PoolMirror
+from ukv.errors import PoolStateError
 from ukv.ids import VirtualPages
 from ukv.layout import (
     RequestShape,
@@ -46,6 +47,7 @@ from ukv.layout import (
     static_layout,
     unified_layout,
 )
+from ukv.pool import HI, HOLES, LIVE, LO
 from ukv.spec import AttentionSpec, MLASpec, Part, SlidingWindowSpec, StateSpec
 
 GIB = 2**30
@@ -140,14 +142,15 @@ def test_scenario_04_sizing_loses_less_than_a_page(ratio):
     assert not mirror.can_allocate({"swa": 1})
 
 
+@pytest.mark.parametrize("column", [LIVE, HOLES, LO, HI])
 @pytest.mark.parametrize("name", ["state", "latent"])
-def test_scenario_06_conservation_names_the_sub_pool(name):
+def test_scenario_06_conservation_names_the_sub_pool(name, column):
     state, _ = take(kda_mla(), state=2, latent=3)
-    check(state)
+    allocator.verify(state)
     index = state.layout.sub_pool(name).index
-    broken = state.replace(counters=state.counters.at[index, 0].add(1))
-    with pytest.raises(AssertionError, match=name):
-        check(broken)
+    broken = state.replace(counters=state.counters.at[index, column].add(1))
+    with pytest.raises(PoolStateError, match=f"sub-pool '{name}'"):
+        allocator.verify(broken)
 
 
 def test_scenario_07_borrower_is_never_negative():
