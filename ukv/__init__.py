@@ -24,6 +24,7 @@ from ukv.allocator import free_window as free_window
 from ukv.allocator import make_room as make_room
 from ukv.allocator import raise_on_error as raise_on_error
 from ukv.allocator import share as share
+from ukv.allocator import verify as verify
 from ukv.errors import BudgetError as BudgetError
 from ukv.errors import IdSpaceError as IdSpaceError
 from ukv.errors import PoolStateError as PoolStateError

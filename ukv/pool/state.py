@@ -60,8 +60,9 @@ def _init_tables(sub: SubPoolLayout) -> SubPoolTables:
     num_virtual = sub.num_virtual
     mapped_ids = num_virtual if sub.is_translating else 0
     mapped_pages = sub.num_pages if sub.is_translating else 0
-    # The top of the stack is at the end, so id 1 is the first to go.
-    free_ids = jnp.arange(num_virtual, 0, -1, dtype=jnp.int32)
+    # Ids num_virtual - 1 down to 1: the top of the stack is at the end, so 1 goes
+    # first. The null page fills the last entry, which is never in use.
+    free_ids = jnp.arange(num_virtual - 1, -1, -1, dtype=jnp.int32)
     return SubPoolTables(
         v2p=jnp.full(mapped_ids, sub.num_pages, jnp.int32),
         p2v=jnp.zeros(mapped_pages, jnp.int32),
