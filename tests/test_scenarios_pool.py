@@ -1,10 +1,11 @@
 """Reported failures of other systems, replayed on the pool; named by their numbers.
 
-Left to the engine, whose policy they are: 3 and B32's choice of what to evict, 5, 9,
-11, 18, 19, 21, 22, 27, 28, 34, 35, 36, 41, 56 to 67 (prefix cache and checkpoints),
-B29, B34, B35, B38, B40, B43, B46, B47, B49, B51 to B53, B55, B59 to B71. The parts of
-2, 20, 26, 32 and B57 that concern the pool are here. Translation, 15, 42 to 46, 49 to
-51 and B1 to B13, is tested with the translator.
+Left to the engine, whose policy they are: 3, 19, 34, 36, 56, 58, 59, 61, 62, 63, 67
+(what to evict, prefix cache, checkpoints), B29, B34, B35, B38, B40, B43, B45 to B47,
+B49, B51 to B53, B55 and B59 to B71. Of 2, 20, 26, 32, B32 and B57 the part of the pool
+is here. Translation, 15, 42 to 46, 49 to 51 and B1 to B13, is tested with the
+translator; B15, B19, B21 to B28 with the ops and the steps; 69, a donated pool that
+keeps its pointer, in test_alloc.
 """
 
 import jax
