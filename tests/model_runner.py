@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.pools import POISON
 from ukv.allocator import alloc, alloc_extend, make_room, raise_on_error
-from ukv.allocator.alloc import page_growth
 from ukv.ids import VirtualPages
 from ukv.layout import (
     Placement,
@@ -19,7 +18,8 @@ from ukv.layout import (
     static_layout,
     unified_layout,
 )
-from ukv.pool import PoolState, create_pool
+from ukv.ops.state_slots import slot_rows
+from ukv.pool import PoolState, create_pool, read_entries
 from ukv.translator import (
     Bucket,
     KVIndexTranslator,
@@ -61,7 +61,7 @@ class ModelRunner:
         self.model, self.weights, self.layout = model, weights, layout
         self.num_rows, self.per_row = num_rows, per_row
         self.pool = create_pool(layout, fill_word=POISON)
-        self.translator = KVIndexTranslator(layout)
+        self.translator = _translator(layout)
         self.lens = np.zeros(num_rows, np.int32)
         self.tables = {}
         for sub in layout.owners:
@@ -75,13 +75,18 @@ class ModelRunner:
             self.tables[sub.name] = VirtualPages(ids=ids, space=sub.name)
 
     def step(
-        self, tokens: Sequence[np.ndarray], *, num_tokens: int | None = None
+        self,
+        tokens: Sequence[np.ndarray],
+        *,
+        num_tokens: int | None = None,
+        max_query_len: int | None = None,
     ) -> list[np.ndarray]:
         """Feed each row its new tokens; return their logits, row by row.
 
         Args:
           tokens: For each row its new tokens, perhaps none.
           num_tokens: Bucket of the packed axis; None for just enough.
+          max_query_len: Bucket of the tokens of a row; None for the next power of 2.
         """
         lens = np.array([len(row) for row in tokens], np.int32)
         is_decode = lens.max() == 1
@@ -96,9 +101,13 @@ class ModelRunner:
             packed[: lens.sum()] = np.concatenate(tokens)
             cu = np.concatenate([[0], np.cumsum(lens)])
         kv_lens = np.where(lens > 0, self.lens + lens, 0)
-        step = _jitted_step(
-            self.model, self.translator, size, 1 if is_decode else _bucket(lens.max())
+        has_float = any(
+            sub.placement is Placement.FLOAT for sub in self.layout.sub_pools
         )
+        if has_float:
+            self.pool = self._with_room(lens)
+        longest = 1 if is_decode else max_query_len or _bucket(lens.max())
+        step = _jitted_step(self.model, self.translator, size, longest)
         bucket = Bucket(num_rows=self.num_rows, max_pages=self.per_row, num_tokens=size)
         static = make_static_tables(self.translator, [bucket])[bucket]
         logits, self.pool, self.tables = step(
@@ -117,10 +126,46 @@ class ModelRunner:
         logits = np.asarray(logits)
         return [logits[cu[row] : cu[row] + lens[row]] for row in range(self.num_rows)]
 
+    def _with_room(self, lens: np.ndarray) -> PoolState:
+        """Move what floats between the ends out of the way of the new pages."""
+        num_pages = {}
+        for sub in self.layout.owners:
+            if sub.spec.grows:
+                old, new = (
+                    -(-n // sub.page_size) for n in (self.lens, self.lens + lens)
+                )
+                num_pages[sub.name] = jnp.asarray((new - old).sum(), jnp.int32)
+        return _jitted_make_room()(self.pool, num_pages)
+
+    def states(self, name: str, *, layer: int, part: str) -> np.ndarray:
+        """Return a part of every row's state, ``[num_rows, *shape]``.
+
+        Args:
+          name: The sub-pool.
+          layer: Index of the layer among those of the sub-pool.
+          part: Name of the part.
+        """
+        view = self.layout.part_view(name, layer=layer, part=part)
+        slots = self.translator.translate(self.pool, name, self.tables[name])
+        rows, _ = slot_rows(view, slots, "slots")
+        buffer = self.pool.buffers[view.buffer_index]
+        return np.asarray(read_entries(buffer, view, rows))
+
 
 def _bucket(length: int) -> int:
     """Round a query length up, so that few programs are compiled."""
     return 1 << int(np.ceil(np.log2(max(int(length), 2))))
+
+
+@ft.cache
+def _translator(layout):
+    # One for each layout: a program is compiled once for all runners that share it.
+    return KVIndexTranslator(layout)
+
+
+@ft.cache
+def _jitted_make_room():
+    return jax.jit(lambda *args: make_room(*args)[0], donate_argnums=0)
 
 
 @ft.cache
@@ -145,8 +190,6 @@ def _jitted_step(model, translator, num_tokens, max_query_len):
         }
         if growing:
             rows, width = next(iter(growing.values())).ids.shape
-            if any(s.placement is Placement.FLOAT for s in pool.layout.sub_pools):
-                pool = _with_room(pool, growing, context, lens)
             pool, grown, _ = alloc_extend(
                 pool, growing, context, lens, max_new_pages=rows * width
             )
@@ -170,18 +213,6 @@ def _jitted_step(model, translator, num_tokens, max_query_len):
         return logits, pool, tables
 
     return jax.jit(step, donate_argnums=(1, 3))
-
-
-def _with_room(pool, tables, context_lens, query_lens):
-    """Move what floats between the ends out of the way of the new pages."""
-    num_pages = {
-        name: jnp.sum(
-            page_growth(pool.layout.owner(name).page_size, context_lens, query_lens)[1],
-            dtype=jnp.int32,
-        )
-        for name in tables
-    }
-    return make_room(pool, num_pages)[0]
 
 
 def request_pages(layout, num_tokens: int) -> dict[str, int]:
