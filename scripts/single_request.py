@@ -211,6 +211,7 @@ class SingleRequest:
         for start in range(0, len(prompt), size):
             chunk = prompt[start : start + size]
             token = self._feed(chunk, size, temperature, top_p)
+        assert token is not None, "the prompt has no token"
         while True:
             found = int(token)
             yield found

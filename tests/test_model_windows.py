@@ -26,8 +26,8 @@ class ReleasingRunner(ModelRunner):
         self.released = np.zeros(self.num_rows, np.int64)
         self.num_released = 0
 
-    def step(self, tokens, *, num_tokens=None):
-        logits = super().step(tokens, num_tokens=num_tokens)
+    def step(self, tokens, **options):
+        logits = super().step(tokens, **options)
         window = self.layout.sub_pool("swa").spec.window
         # The next query of a row of n tokens sees tokens n - window + 1 and later.
         gone = np.maximum(self.lens - window + 1, 0) // PAGE_SIZE
