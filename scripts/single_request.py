@@ -128,8 +128,14 @@ class SingleRequest:
         def take(pool: PoolState) -> tuple[PoolState, dict[str, VirtualPages]]:
             pool, _ = make_room(pool, counts)
             pool, grant = alloc(pool, counts, max_pages=counts)
-            rows = jax.tree.map(lambda ids: ids[None, :], grant.pages)
-            return pool, dict(rows)
+            # One row: of pages where they grow, of one slot where they do not.
+            rows = {
+                name: pages.replace(ids=pages.ids[None, :])
+                if layout.sub_pool(name).spec.grows
+                else pages
+                for name, pages in grant.pages.items()
+            }
+            return pool, rows
 
         self._pool, self._tables = jax.jit(take, donate_argnums=0)(create_pool(layout))
         raise_on_error(self._pool)

@@ -50,8 +50,11 @@ def test_help_has_examples(name):
     assert f"python scripts/{name}.py" in shown.stdout
 
 
-def test_generate_follows_the_reference(script):
-    golden = Golden("gpt_oss_mxfp4")
+@pytest.mark.parametrize(
+    "family", ["gpt_oss_mxfp4", pytest.param("kimi_linear", marks=pytest.mark.slow)]
+)
+def test_generate_follows_the_reference(script, family):
+    golden = Golden(family)
     prompt = " ".join(map(str, golden.prompt(1)))
     code, out, err = script(
         "generate",
