@@ -9,9 +9,19 @@ from models.registry import load
 from tests.golden import GOLDENS, Golden, worst_row_error
 from tests.model_runner import ModelRunner
 
-FAMILIES = ["llama", "qwen3", "gemma3", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+    "qwen3_next",
+    "kimi_linear",
+    "deepseek_v2",
+    "deepseek_v3",
+]
 # Where a family keeps states in the pool.
-STATES = {"qwen3_next": "gdn"}
+STATES = {"qwen3_next": "gdn", "kimi_linear": "kda"}
 PROMPTS = range(4)
 BOUND = 1e-4
 
@@ -51,7 +61,7 @@ def prefill_and_decode_error(family):
     return np.max(errors)
 
 
-def state_errors(run, family, stem):
+def state_errors(run, family, stem, prompts=PROMPTS):
     """Return the error of every state and window, each as one row."""
     tensors, name = golden(family).tensors, STATES[family]
     numbers = sorted(
@@ -65,10 +75,10 @@ def state_errors(run, family, stem):
         # The pool has the value channels first.
         states = run.states(name, layer=layer, part="recurrent").swapaxes(2, 3)
         windows = run.states(name, layer=layer, part="conv")
-        for i in PROMPTS:
+        for row, i in enumerate(prompts):
             key = f"{stem.format(i=i)}{number}"
             if f"{key}.state" in tensors:
-                for found, part in ((states[i], "state"), (windows[i], "conv")):
+                for found, part in ((states[row], "state"), (windows[row], "conv")):
                     wanted = tensors[f"{key}.{part}"]
                     assert found.shape == wanted.shape
                     errors.append(
@@ -78,7 +88,7 @@ def state_errors(run, family, stem):
 
 
 def chunked_error(family, take, *, prompts=PROMPTS, max_query_len=64):
-    """Return the worst error of a logit row when prompts come in chunks.
+    """Return the worst error of a logit row or state when prompts come in chunks.
 
     Args:
       family: The golden.
@@ -100,12 +110,13 @@ def chunked_error(family, take, *, prompts=PROMPTS, max_query_len=64):
         left = [row[n:] for row, n in zip(left, lens, strict=True)]
         for rows, new in zip(found, logits, strict=True):
             rows.append(new)
-    return np.max(
-        [
-            worst_row_error(np.concatenate(rows), expected.logits(i))
-            for i, rows in zip(prompts, found, strict=True)
-        ]
-    )
+    errors = [
+        worst_row_error(np.concatenate(rows), expected.logits(i))
+        for i, rows in zip(prompts, found, strict=True)
+    ]
+    if family in STATES:
+        errors += state_errors(run, family, "prompt{i}.layer", prompts)
+    return np.max(errors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
