@@ -60,6 +60,9 @@ from ukv.spec import (
     mamba2_state_spec,
 )
 
+# What a user without annotation checks would see.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 SOURCE = Path(ukv.__file__).parent
 FLOAT32 = jnp.dtype("float32")
 
@@ -349,6 +352,11 @@ CASES = {
         r"\(bytes of a page: state 768, latent 512\); give at least that",
         lambda: unified_layout([state_spec(), latent_spec()], pool_bytes=1_279),
     ),
+    "fractional budget": Case(
+        BudgetError,
+        r"pool_bytes=80000000000.0 must be a whole number of bytes",
+        lambda: unified_layout([latent_spec()], pool_bytes=80e9),
+    ),
     "negative budget": Case(
         BudgetError,
         r"pool_bytes=-1 is less than",
@@ -381,7 +389,7 @@ CASES = {
     ),
     "smallest pool of no token": Case(
         SpecError,
-        r"num_tokens=0 must be 1 or more",
+        r"num_tokens=0 and chunk_len=0 must be 1 or more",
         lambda: smallest_pool_bytes([latent_spec()], num_tokens=0),
     ),
     "static pool without a count": Case(

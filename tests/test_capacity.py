@@ -18,7 +18,8 @@ from ukv.layout import (
     static_layout,
     unified_layout,
 )
-from ukv.layout.capacity import pages_fit, spanned_pages
+from ukv.layout.capacity import pages_fit
+from ukv.layout.request import spanned_pages
 
 GIB = 2**30
 

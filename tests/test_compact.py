@@ -1,12 +1,13 @@
 """Compaction: every page keeps its bytes, and free bytes lie together after it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from tests import tagged_pools
 from tests import tagged_pools as pools
 from tests.tagged_pools import (
-    FIVE,
-    THREE,
     check,
     contents,
     errors,
@@ -25,7 +26,22 @@ from tests.tagged_pools import (
 )
 from tests.test_alloc import kda_mla, swa_full
 from ukv.allocator import PoolMirror
-from ukv.layout import static_layout
+from ukv.layout import Placement, static_layout
+
+
+def with_floats_at_the_bottom(layout):
+    """Let empty floats begin at page 0, where everything pushes them."""
+    sub_pools = tuple(
+        dataclasses.replace(sub, first_page=0)
+        if sub.placement is Placement.FLOAT
+        else sub
+        for sub in layout.sub_pools
+    )
+    return dataclasses.replace(layout, sub_pools=sub_pools)
+
+
+THREE = with_floats_at_the_bottom(tagged_pools.THREE)
+FIVE = with_floats_at_the_bottom(tagged_pools.FIVE)
 
 
 def assert_kept(before, state):
@@ -227,6 +243,16 @@ def test_empty_float_goes_where_there_is_room():
     check(state)
     state, made = pools.make_room(state, {"full": 1})
     assert not bool(made.fits)
+
+
+@pytest.mark.parametrize("layout", [tagged_pools.THREE, tagged_pools.FIVE])
+def test_an_empty_float_begins_where_its_neighbours_can_grow(layout):
+    # A page for every sub-pool, the ends first: no float is in the way of any.
+    mirror = PoolMirror.create(layout)
+    for sub in (layout.sub_pools[0], layout.sub_pools[-1], *layout.sub_pools[1:-1]):
+        for _ in range(2):
+            assert mirror.fits_in_place({sub.name: 1})
+            mirror = mirror.alloc({sub.name: 1})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import stateful
 from scripts.checked_pool import CheckedPool
 from scripts.pool_shapes import SHAPES
 from scripts.pool_step import NUM_IDS, NUM_ROWS, TABLE_WIDTH, PoolStep
-from ukv.pool import HI, HOLES, LIVE, LO, empty_span
+from ukv.pool import HI, HOLES, LIVE, LO
 
 LANES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 999)), max_size=NUM_IDS)
 COUNTS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
@@ -193,7 +193,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         ):
             assert (row[LIVE], row[HOLES], row[LO]) == (0, 0, row[HI])
             if sub.placement.value != "float":
-                assert (row[LO], row[HI]) == empty_span(sub)
+                assert (row[LO], row[HI]) == (sub.first_page, sub.first_page)
         assert self.pool.mirror.free_bytes() == self.pool.layout.pool_bytes
 
 

@@ -12,7 +12,7 @@ All layers of a kind share one spec: a page holds its tokens for all these layer
 
 import dataclasses
 import math
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,14 @@ STORAGE_DTYPES = (
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
 )
+
+
+# A spec takes whatever NumPy takes for a dtype and holds a NumPy dtype, so the
+# annotation says what one reads, and the run-time check lets every spelling pass.
+if TYPE_CHECKING:
+    StorageDtype = np.dtype
+else:
+    StorageDtype = Any
 
 
 def storage_dtype(dtype: object, *, where: str) -> np.dtype:
@@ -73,7 +81,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: StorageDtype
 
     def __post_init__(self) -> None:
         """Check the name, the sizes and the dtype."""
@@ -169,7 +177,9 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    dtype: np.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("bfloat16"))
+    dtype: StorageDtype = dataclasses.field(
+        default_factory=lambda: jnp.dtype("bfloat16")
+    )
 
     def __post_init__(self) -> None:
         """Check every size and the dtype."""
@@ -259,14 +269,19 @@ class MLASpec:
     page_size: int
     latent_dim: int
     rope_dim: int
-    dtype: np.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("bfloat16"))
+    dtype: StorageDtype = dataclasses.field(
+        default_factory=lambda: jnp.dtype("bfloat16")
+    )
 
     def __post_init__(self) -> None:
         """Check every size and the dtype."""
         _check_pages(self)
         where = f"spec {self.name!r}"
         _require_positive(where, latent_dim=self.latent_dim)
-        if not isinstance(self.rope_dim, int) or self.rope_dim < 0:
+        is_count = isinstance(self.rope_dim, int) and not isinstance(
+            self.rope_dim, bool
+        )
+        if not is_count or self.rope_dim < 0:
             raise SpecError(
                 f"{where}: rope_dim={self.rope_dim!r} must be an integer of 0 or more"
             )

@@ -19,7 +19,7 @@ from ukv.allocator.error_word import ErrorBit, raise_bit
 from ukv.errors import SpecError
 from ukv.ids import VirtualPages, require_ids
 from ukv.layout import Placement, SubPoolLayout
-from ukv.pool import HI, HOLES, LIVE, LO, PoolState, empty_span
+from ukv.pool import HI, HOLES, LIVE, LO, PoolState
 
 
 def _checked_ids(
@@ -113,9 +113,8 @@ def _unbind(
         # An empty sub-pool gives its whole span back without any move.
         is_empty = live == 0
         holes = jnp.where(is_empty, 0, holes + count)
-        first, _ = empty_span(sub)
-        floats = sub.placement is Placement.FLOAT
-        lo = jnp.where(is_empty, lo if floats else first, lo)
+        if sub.placement is not Placement.FLOAT:
+            lo = jnp.where(is_empty, sub.first_page, lo)
         hi = jnp.where(is_empty, lo, hi)
     row = jnp.stack([live, holes, lo, hi])
     return replace_tables(state, sub, tables).replace(

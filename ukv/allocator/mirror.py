@@ -14,7 +14,7 @@ import numpy as np
 
 from ukv.errors import BudgetError, SpecError
 from ukv.layout import Placement, PoolLayout, place, spans_fit
-from ukv.pool import HI, HOLES, LIVE, LO, PoolState, empty_span
+from ukv.pool import HI, HOLES, LIVE, LO, PoolState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,9 @@ class PoolMirror:
     @classmethod
     def create(cls, layout: PoolLayout) -> "PoolMirror":
         """Return the mirror of an empty pool."""
-        return cls(layout, tuple((0, 0, *empty_span(sub)) for sub in layout.sub_pools))
+        return cls(
+            layout, tuple((0, 0, s.first_page, s.first_page) for s in layout.sub_pools)
+        )
 
     @classmethod
     def read(cls, state: PoolState) -> "PoolMirror":
@@ -197,9 +199,9 @@ class PoolMirror:
                 continue
             row[HOLES] += count
             if row[LIVE] == 0:
-                first = empty_span(sub)[0]
                 row[HOLES] = 0
-                row[LO] = row[LO] if sub.placement is Placement.FLOAT else first
+                if sub.placement is not Placement.FLOAT:
+                    row[LO] = sub.first_page
                 row[HI] = row[LO]
         return dataclasses.replace(self, counters=tuple(tuple(row) for row in rows))
 

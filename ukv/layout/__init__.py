@@ -1,6 +1,5 @@
 """Bytes and offsets: from specs and a budget to page grids and kernel rows."""
 
-from ukv.layout.capacity import RequestShape as RequestShape
 from ukv.layout.capacity import max_pages as max_pages
 from ukv.layout.capacity import max_requests as max_requests
 from ukv.layout.capacity import max_tokens as max_tokens
@@ -14,5 +13,6 @@ from ukv.layout.pool import packed_bytes as packed_bytes
 from ukv.layout.pool import smallest_pool_bytes as smallest_pool_bytes
 from ukv.layout.pool import static_layout as static_layout
 from ukv.layout.pool import unified_layout as unified_layout
+from ukv.layout.request import RequestShape as RequestShape
 from ukv.layout.sub_pool import Placement as Placement
 from ukv.layout.sub_pool import SubPoolLayout as SubPoolLayout

@@ -1,6 +1,5 @@
 """Closed-form capacity: how much a layout holds, without running the allocator."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,53 +7,13 @@ import numpy as np
 from ukv.errors import SpecError
 from ukv.layout.placement import place, spans_fit
 from ukv.layout.pool import PoolLayout
+from ukv.layout.request import RequestShape, pages_of_spec
 from ukv.layout.sub_pool import SubPoolLayout
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestShape:
-    """Lengths of a request, for capacity questions.
-
-    Attributes:
-      num_tokens: Prompt and output together.
-      chunk_len: Most tokens that one step adds; a window sub-pool holds the window
-        and the chunk at once. 1 means decode only; a prompt that is prefilled whole
-        has its own length.
-    """
-
-    num_tokens: int
-    chunk_len: int = 1
-
-    def __post_init__(self) -> None:
-        """Check that both lengths are positive."""
-        if self.num_tokens < 1 or self.chunk_len < 1:
-            raise SpecError(
-                f"num_tokens={self.num_tokens} and chunk_len={self.chunk_len} must "
-                "be 1 or more"
-            )
-
-
-def spanned_pages(num_tokens: int, page_size: int) -> int:
-    """Return the most pages that ``num_tokens`` tokens in a row can touch.
-
-    Example: 17 tokens in pages of 16 touch at most 3, when they begin with the last
-    token of a page.
-    """
-    return (num_tokens + page_size - 2) // page_size + 1
-
-
 def pages_of_request(sub: SubPoolLayout, shape: RequestShape) -> int:
-    """Return the most pages of ``sub`` that such a request holds at once.
-
-    A window of W tokens keeps the W - 1 tokens before a chunk visible to it.
-    """
-    if not sub.spec.grows:
-        return 1
-    pages = -(-shape.num_tokens // sub.page_size)
-    if sub.spec.window is None:
-        return pages
-    held = min(sub.spec.window - 1 + shape.chunk_len, shape.num_tokens)
-    return min(pages, spanned_pages(held, sub.page_size))
+    """Return the most pages of ``sub`` that such a request holds at once."""
+    return pages_of_spec(sub.spec, shape)
 
 
 def pages_fit(layout: PoolLayout, pages: Mapping[str, int]) -> bool:

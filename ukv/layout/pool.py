@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ukv.errors import BudgetError, SpecError, UnknownSubPoolError
 from ukv.layout.part_view import PartView
+from ukv.layout.request import RequestShape, pages_of_spec
 from ukv.layout.sub_pool import (
     Placement,
     SubPoolLayout,
@@ -217,21 +218,24 @@ def packed_bytes(specs: Sequence[SubPoolSpec], pages: Mapping[str, int]) -> int:
     return max(-(-border // step), 1) * step
 
 
-def smallest_pool_bytes(specs: Sequence[SubPoolSpec], *, num_tokens: int = 1) -> int:
+def smallest_pool_bytes(
+    specs: Sequence[SubPoolSpec], *, num_tokens: int = 1, chunk_len: int | None = None
+) -> int:
     """Return the bytes of the smallest pool that can run one request.
 
     Args:
       specs: The sub-pools.
       num_tokens: Tokens of that request, prompt and output together.
+      chunk_len: Most tokens that one step adds; a window sub-pool holds the window
+        and the chunk at once. None means that the prompt is prefilled whole.
+
+    Raises:
+      SpecError: The specs cannot stand together, or a length is below 1.
     """
     _owner_indices(specs)
-    if num_tokens < 1:
-        raise SpecError(f"{num_tokens=} must be 1 or more")
-    pages = {
-        spec.name: -(-num_tokens // spec.page_size) if spec.grows else 1
-        for spec in specs
-    }
-    return packed_bytes(specs, pages)
+    chunk = num_tokens if chunk_len is None else chunk_len
+    shape = RequestShape(num_tokens=num_tokens, chunk_len=chunk)
+    return packed_bytes(specs, {s.name: pages_of_spec(s, shape) for s in specs})
 
 
 def unified_layout(specs: Sequence[SubPoolSpec], *, pool_bytes: int) -> PoolLayout:
@@ -249,6 +253,8 @@ def unified_layout(specs: Sequence[SubPoolSpec], *, pool_bytes: int) -> PoolLayo
       BudgetError: The budget cannot run one request, or needs row ids past int32.
     """
     owners = _owner_indices(specs)
+    if not isinstance(pool_bytes, int):
+        raise BudgetError(f"{pool_bytes=} must be a whole number of bytes")
     needed = smallest_pool_bytes(specs)
     if pool_bytes < needed:
         pages = ", ".join(f"{s.name} {page_bytes_of(s):,}" for s in specs)
@@ -283,6 +289,8 @@ def unified_layout(specs: Sequence[SubPoolSpec], *, pool_bytes: int) -> PoolLayo
                 buffer_bytes % page_bytes_of(spec) if placement is Placement.HIGH else 0
             ),
             num_pages=counts[index],
+            # An empty float waits where it has its share of room on both sides.
+            first_page=counts[index] * index // max(len(specs) - 1, 1),
             num_virtual=counts[owners[index]] + 1,
             is_translating=True,
         )
@@ -347,6 +355,7 @@ def static_layout(
                 row_bytes=row_bytes_of(spec),
                 base_bytes=0,
                 num_pages=grid[index],
+                first_page=0,
                 num_virtual=grid[owners[index]],
                 is_translating=owners[index] != index,
             )

@@ -57,6 +57,8 @@ class SubPoolLayout:
       row_bytes: Bytes of a kernel row.
       base_bytes: First byte of physical page 0.
       num_pages: Physical pages of the grid.
+      first_page: Where the span begins while the sub-pool is empty: 0 for the low
+        end, ``num_pages`` for the high end, in between for a float.
       num_virtual: Virtual ids of the id space, the null page included.
       is_translating: Whether virtual and physical ids differ.
     """
@@ -69,6 +71,7 @@ class SubPoolLayout:
     row_bytes: int
     base_bytes: int
     num_pages: int
+    first_page: int
     num_virtual: int
     is_translating: bool
 

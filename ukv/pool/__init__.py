@@ -11,6 +11,5 @@ from ukv.pool.state import LO as LO
 from ukv.pool.state import PoolState as PoolState
 from ukv.pool.state import SubPoolTables as SubPoolTables
 from ukv.pool.state import create_pool as create_pool
-from ukv.pool.state import empty_span as empty_span
 from ukv.pool.state import page_counts as page_counts
 from ukv.pool.state import pool_struct as pool_struct

@@ -72,12 +72,6 @@ def _init_tables(sub: SubPoolLayout) -> SubPoolTables:
     )
 
 
-def empty_span(sub: SubPoolLayout) -> tuple[int, int]:
-    """Return ``(lo, hi)`` of a sub-pool without pages, when the pool is created."""
-    edge = 0 if sub.grows_up else sub.num_pages
-    return edge, edge
-
-
 def create_pool(layout: PoolLayout, *, fill_word: int = 0) -> PoolState:
     """Create an empty pool on the default device.
 
@@ -97,7 +91,8 @@ def create_pool(layout: PoolLayout, *, fill_word: int = 0) -> PoolState:
         buffers=tuple(jnp.full(shape, fill_word, jnp.uint32) for shape in shapes),
         tables=tuple(_init_tables(sub) for sub in layout.sub_pools),
         counters=jnp.asarray(
-            [(0, 0, *empty_span(sub)) for sub in layout.sub_pools], jnp.int32
+            [(0, 0, sub.first_page, sub.first_page) for sub in layout.sub_pools],
+            jnp.int32,
         ),
         error=jnp.zeros(len(layout.sub_pools), jnp.uint32),
         layout=layout,
