@@ -11,14 +11,14 @@ import argparse
 import functools as ft
 import pathlib
 
-import benchmarking
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmarking import GIB, Result
 from tqdm import tqdm
 
 from pallas_kernels import page_copy
+from scripts import benchmarking
+from scripts.benchmarking import GIB, Result
 from ukv.allocator import alloc, alloc_decode, alloc_extend, raise_on_error
 from ukv.ids import KernelBlocks, PhysicalPages, VirtualPages
 from ukv.layout import unified_layout

@@ -27,9 +27,9 @@ import jaxlib
 import numpy as np
 from tqdm import tqdm
 
-from scripts.checked_pool import CheckedPool, PoolViolationError
-from scripts.pool_history import History
-from scripts.pool_shapes import PAGE_SIZES, SHAPES
+from scripts.pool_fuzzing.checked_pool import CheckedPool, PoolViolationError
+from scripts.pool_fuzzing.history import History
+from scripts.pool_fuzzing.shapes import PAGE_SIZES, SHAPES
 
 COUNTS = (
     "ops",

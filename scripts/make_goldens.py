@@ -25,12 +25,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import golden_mxfp4
 import safetensors.torch
 import torch
 import transformers
-from golden_families import FAMILIES, Family
-from golden_smollm2 import make_smollm2
+from goldens import mxfp4
+from goldens.families import FAMILIES, Family
+from goldens.smollm2 import make_smollm2
 from tqdm import tqdm
 
 PROMPT_LENS = (5, 33, 70, 131)
@@ -169,8 +169,8 @@ def write_checkpoint(family: Family, path: Path) -> None:
     with torch.no_grad():
         for name in sorted(targets):
             value = draw(name, targets[name], family, rng)
-            if family.is_mxfp4 and name.endswith(golden_mxfp4.EXPERT_WEIGHTS):
-                value = golden_mxfp4.unpack(*golden_mxfp4.pack(value))
+            if family.is_mxfp4 and name.endswith(mxfp4.EXPERT_WEIGHTS):
+                value = mxfp4.unpack(*mxfp4.pack(value))
             targets[name].copy_(value)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
@@ -346,8 +346,8 @@ def make_family(name: str, out: Path, bar: tqdm) -> None:
         write_checkpoint(family, path)
         tensors, numbers = run_reference(family, path, bar)
         if family.is_mxfp4:
-            golden_mxfp4.pack_checkpoint(path / "model.safetensors")
-            config = {"quantization_config": golden_mxfp4.QUANTIZATION_CONFIG}
+            mxfp4.pack_checkpoint(path / "model.safetensors")
+            config = {"quantization_config": mxfp4.QUANTIZATION_CONFIG}
             write_config(family.config | config, path)
         facts = {
             "family": name,

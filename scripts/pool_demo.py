@@ -23,8 +23,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmarking import device_facts
 
+from scripts.benchmarking import device_facts
 from ukv import allocator
 from ukv.allocator import PoolMirror
 from ukv.ids import VirtualPages

@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from scripts.fuzz_pool import fuzz_one, is_clean, main
-from scripts.pool_shapes import PAGE_SIZES, SHAPES
+from scripts.pool_fuzzing.shapes import PAGE_SIZES, SHAPES
 from ukv.allocator import PoolMirror
 from ukv.pool import HOLES, LIVE
 

@@ -12,9 +12,9 @@ import hypothesis
 import hypothesis.strategies as st
 from hypothesis import stateful
 
-from scripts.checked_pool import CheckedPool
-from scripts.pool_shapes import SHAPES
-from scripts.pool_step import NUM_IDS, NUM_ROWS, TABLE_WIDTH, PoolStep
+from scripts.pool_fuzzing.checked_pool import CheckedPool
+from scripts.pool_fuzzing.shapes import SHAPES
+from scripts.pool_fuzzing.step import NUM_IDS, NUM_ROWS, TABLE_WIDTH, PoolStep
 from ukv.pool import HI, HOLES, LIVE, LO
 
 LANES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 999)), max_size=NUM_IDS)

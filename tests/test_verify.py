@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.pool_shapes import SHAPES
+from scripts.pool_fuzzing.shapes import SHAPES
 from ukv.allocator import alloc, compact, free, free_window, make_room, share
 from ukv.allocator.verify import check, verify
 from ukv.errors import PoolStateError, SpecError, UnknownSubPoolError
