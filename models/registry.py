@@ -5,9 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from models.checkpoint import Checkpoint
 from models.config_fields import ConfigError, ConfigFields
@@ -18,19 +16,12 @@ from models.kimi_linear import KimiLinear
 from models.llama import Llama
 from models.qwen3_next import Qwen3Next
 from models.weights import Weights, load_weights
-from ukv.pool import PoolState
-from ukv.spec import SubPoolSpec
-from ukv.translator import StepInputs
+from ukv.engine import Model
 
 
 @runtime_checkable
-class Model(Protocol):
-    """What every model offers. Models are frozen and hashable: sizes, no arrays."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the vocabulary: the width of the logits."""
-        ...
+class CheckpointModel(Model, Protocol):
+    """A model that says what its checkpoint holds, besides what the engine asks."""
 
     @property
     def ignored_tensors(self) -> str:
@@ -41,18 +32,8 @@ class Model(Protocol):
         """Describe every array as ``models.weights.Weight``."""
         ...
 
-    def pool_specs(self, *, page_size: int, dtype: np.dtype) -> tuple[SubPoolSpec, ...]:
-        """Return what the model keeps in the pool."""
-        ...
 
-    def forward(
-        self, weights: Weights, inputs: StepInputs, pool: PoolState
-    ) -> tuple[jax.Array, PoolState]:
-        """Run one step and return logits and pool."""
-        ...
-
-
-MODELS: Mapping[str, Callable[[ConfigFields, str], Model]] = {
+MODELS: Mapping[str, Callable[[ConfigFields, str], CheckpointModel]] = {
     "deepseek_v2": DeepSeek.from_config,
     "deepseek_v3": DeepSeek.from_config,
     "gemma3": Gemma3.from_config,
@@ -74,11 +55,11 @@ class Loaded:
       weights: Arrays in the structure of ``model.weights()``.
     """
 
-    model: Model
+    model: CheckpointModel
     weights: Any
 
 
-def read_model(folder: pathlib.Path) -> Model:
+def read_model(folder: pathlib.Path) -> CheckpointModel:
     """Return the model that ``config.json`` describes, without its weights.
 
     Raises:

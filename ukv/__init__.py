@@ -3,7 +3,7 @@
 Specs say what each sub-pool stores, a layout turns them and a budget into bytes, a
 pool is a pytree of device arrays, and every operation on it is a pure function that
 works under ``jit`` and donation. ``ukv.ops`` has the ops that read and write it,
-``ukv.memory_map`` draws it.
+``ukv.memory_map`` draws it, and ``Engine`` serves requests from it.
 """
 
 from ukv.allocator import Compaction as Compaction
@@ -25,6 +25,14 @@ from ukv.allocator import make_room as make_room
 from ukv.allocator import raise_on_error as raise_on_error
 from ukv.allocator import share as share
 from ukv.allocator import verify as verify
+from ukv.engine import Engine as Engine
+from ukv.engine import EngineConfig as EngineConfig
+from ukv.engine import EngineStats as EngineStats
+from ukv.engine import FinishReason as FinishReason
+from ukv.engine import Model as Model
+from ukv.engine import RequestError as RequestError
+from ukv.engine import RequestOutput as RequestOutput
+from ukv.engine import SamplingParams as SamplingParams
 from ukv.errors import BudgetError as BudgetError
 from ukv.errors import IdSpaceError as IdSpaceError
 from ukv.errors import PoolStateError as PoolStateError
