@@ -121,7 +121,9 @@ class Checkpoint:
                 f"{shape}"
             )
         self._unread.discard(name)
-        return opened.get_tensor(name)
+        # On the host: joining and conversion come before the device sees an array.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return opened.get_tensor(name)
 
     def unread(self) -> list[str]:
         """Return the names of the tensors that nobody read."""

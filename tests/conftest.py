@@ -20,6 +20,10 @@ if not HAS_GPU:
     # variable when it is imported, but no device before the first use.
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
+    # Most of a test's time is compiling programs that run once. XLA reads the
+    # variable when it makes its first backend, which is after this.
+    level = "--xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {level}".strip()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

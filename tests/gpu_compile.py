@@ -117,7 +117,10 @@ def compile_for_h200(fn, *args, donate_argnums=()) -> GpuProgram:
         _triton_for(COMPUTE_CAPABILITY),
         mock.patch("ukv.implementation.default_target", return_value=H200),
     ):
-        compiled = fn.lower(*shapes).compile()
+        compiled = fn.lower(*shapes).compile(
+            # The tests' own programs are compiled in a hurry; these as for a user.
+            compiler_options={"xla_backend_optimization_level": 3}
+        )
     memory = compiled.memory_analysis()
     return GpuProgram(
         alias_bytes=memory.alias_size_in_bytes,
