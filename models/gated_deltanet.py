@@ -162,7 +162,7 @@ class GatedDeltaNet:
                 max_query_len=inputs.max_query_len,
                 implementation=self.implementation,
             )
-        out = rms_norm(out, layer["norm"], self.epsilon).astype(jnp.float32)
+        out = rms_norm(out.astype(jnp.float32), layer["norm"], self.epsilon)
         out = (out * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
         out = linear(out.reshape(x.shape[0], -1), layer["out"])
         return out, pool.replace(buffers=buffers)

@@ -14,7 +14,14 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from models.gated_deltanet import GatedDeltaNet
-from models.layers import cached_attention, embed, linear, rms_norm, swiglu
+from models.layers import (
+    cached_attention,
+    embed,
+    linear,
+    rms_norm,
+    swiglu,
+    swiglu_weights,
+)
 from models.rope import Rope, rotate_halves
 from models.weights import Weights, joined, weight
 from ukv.ops import Implementation
@@ -76,10 +83,7 @@ class Hybrid:
                     "mixer_norm": weight(f"{prefix}.mixer_norm", hidden, spread=0.0),
                     "mixer": mixer,
                     "mlp_norm": weight(f"{prefix}.mlp_norm", hidden, spread=0.0),
-                    "gate_up": joined(
-                        [f"{prefix}.gate", f"{prefix}.up"], [(inner, hidden)] * 2
-                    ),
-                    "down": weight(f"{prefix}.down", hidden, inner),
+                    "mlp": swiglu_weights(f"{prefix}.mlp", width=hidden, inner=inner),
                 }
             )
         return {
@@ -158,7 +162,7 @@ class Hybrid:
                 )
             x = x + mixed
             normed = rms_norm(x, layer["mlp_norm"], self.epsilon)
-            x = x + swiglu(normed, layer["gate_up"], layer["down"])
+            x = x + swiglu(normed, **layer["mlp"])
         x = rms_norm(x[inputs.logit_tokens], weights["norm"], self.epsilon)
         return linear(x, weights["output"]).astype(jnp.float32), pool
 

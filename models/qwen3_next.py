@@ -18,10 +18,17 @@ from jaxtyping import Array, Float32
 
 from models.config_fields import ConfigError, ConfigFields
 from models.gated_deltanet import GatedDeltaNet
-from models.layers import cached_attention, embed, linear, rms_norm, swiglu
-from models.moe import Experts, Router, apply_experts
+from models.layers import (
+    cached_attention,
+    embed,
+    linear,
+    rms_norm,
+    swiglu,
+    swiglu_weights,
+)
+from models.moe import Experts, Router, apply_experts, expert_weights
 from models.rope import Rope, rope_from_config, rotate_halves
-from models.weights import Weight, Weights, joined, stacked, weight
+from models.weights import Weights, joined, weight
 from ukv.ops import Implementation
 from ukv.pool import PoolState
 from ukv.spec import AttentionSpec, SubPoolSpec
@@ -72,6 +79,7 @@ class Qwen3Next:
         Raises:
           ConfigError: A field is missing, of the wrong type, or not supported.
         """
+        del model_type
         fields.expect("hidden_act", "silu")
         fields.expect("attention_bias", False)
         fields.expect("tie_word_embeddings", False)
@@ -160,37 +168,20 @@ class Qwen3Next:
         }
 
     def _moe_weights(self, prefix: str) -> Weights:
-        hidden, inner, shared = self.hidden_size, self.expert_size, self.shared_size
-        num_experts = self.router.num_experts
-        experts = [f"{prefix}.experts.{index}" for index in range(num_experts)]
-        gates_and_ups = [
-            f"{expert}.{name}_proj.weight"
-            for expert in experts
-            for name in ("gate", "up")
-        ]
+        hidden, num_experts = self.hidden_size, self.router.num_experts
         return {
             "router": weight(
                 f"{prefix}.gate.weight", num_experts, hidden, keeps_float32=True
             ),
-            "experts": Experts(
-                gate_up=Weight(
-                    names=tuple(gates_and_ups),
-                    shapes=((inner, hidden),) * len(gates_and_ups),
-                    shape=(num_experts, 2 * inner, hidden),
-                ),
-                down=stacked(
-                    [f"{expert}.down_proj.weight" for expert in experts], hidden, inner
-                ),
+            "experts": expert_weights(
+                f"{prefix}.experts.{{expert}}.{{projection}}.weight",
+                projections=("gate_proj", "up_proj", "down_proj"),
+                num_experts=num_experts,
+                width=hidden,
+                inner=self.expert_size,
             ),
-            "shared_gate_up": joined(
-                [
-                    f"{prefix}.shared_expert.{name}_proj.weight"
-                    for name in ("gate", "up")
-                ],
-                [(shared, hidden)] * 2,
-            ),
-            "shared_down": weight(
-                f"{prefix}.shared_expert.down_proj.weight", hidden, shared
+            "shared": swiglu_weights(
+                f"{prefix}.shared_expert", width=hidden, inner=self.shared_size
             ),
             "shared_gate": weight(f"{prefix}.shared_expert_gate.weight", 1, hidden),
         }
@@ -277,8 +268,9 @@ class Qwen3Next:
 
     def _moe(self, layer: Weights, x: jax.Array, inputs: StepInputs) -> jax.Array:
         choice = self.router.choose(x, layer["router"])
-        routed = apply_experts(x, choice, layer["experts"], is_token=inputs.is_token)
-        shared = swiglu(x, layer["shared_gate_up"], layer["shared_down"])
+        experts = Experts(**layer["experts"])
+        routed = apply_experts(x, choice, experts, is_token=inputs.is_token)
+        shared = swiglu(x, **layer["shared"])
         return routed + jax.nn.sigmoid(linear(x, layer["shared_gate"])) * shared
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.pools import POISON
-from ukv.allocator import alloc, alloc_extend, make_room, raise_on_error
+from tests.tagged_pools import make_room
+from ukv.allocator import alloc, alloc_extend, raise_on_error
 from ukv.ids import VirtualPages
 from ukv.layout import (
     Placement,
@@ -101,10 +102,7 @@ class ModelRunner:
             packed[: lens.sum()] = np.concatenate(tokens)
             cu = np.concatenate([[0], np.cumsum(lens)])
         kv_lens = np.where(lens > 0, self.lens + lens, 0)
-        has_float = any(
-            sub.placement is Placement.FLOAT for sub in self.layout.sub_pools
-        )
-        if has_float:
+        if any(sub.placement is Placement.FLOAT for sub in self.layout.sub_pools):
             self.pool = self._with_room(lens)
         longest = 1 if is_decode else max_query_len or _bucket(lens.max())
         step = _jitted_step(self.model, self.translator, size, longest)
@@ -135,7 +133,7 @@ class ModelRunner:
                     -(-n // sub.page_size) for n in (self.lens, self.lens + lens)
                 )
                 num_pages[sub.name] = jnp.asarray((new - old).sum(), jnp.int32)
-        return _jitted_make_room()(self.pool, num_pages)
+        return make_room(self.pool, num_pages)[0]
 
     def states(self, name: str, *, layer: int, part: str) -> np.ndarray:
         """Return a part of every row's state, ``[num_rows, *shape]``.
@@ -161,11 +159,6 @@ def _bucket(length: int) -> int:
 def _translator(layout):
     # One for each layout: a program is compiled once for all runners that share it.
     return KVIndexTranslator(layout)
-
-
-@ft.cache
-def _jitted_make_room():
-    return jax.jit(lambda *args: make_room(*args)[0], donate_argnums=0)
 
 
 @ft.cache
@@ -213,6 +206,11 @@ def _jitted_step(model, translator, num_tokens, max_query_len):
         return logits, pool, tables
 
     return jax.jit(step, donate_argnums=(1, 3))
+
+
+def forget_programs():
+    """Compile every step anew: other code runs then, or memory is wanted back."""
+    _jitted_step.cache_clear()
 
 
 def request_pages(layout, num_tokens: int) -> dict[str, int]:

@@ -55,7 +55,7 @@ def hybrid_logits(weights: dict, tokens: np.ndarray, sizes: Sizes) -> np.ndarray
 
     Args:
         weights: `embedding`, `norm`, `output`, and a list `layers` of `mixer_norm`,
-            `mixer`, `mlp_norm`, `gate_up` and `down`.
+            `mixer`, `mlp_norm` and `mlp`.
         tokens: `[T]`.
         sizes: The sizes.
 
@@ -70,8 +70,8 @@ def hybrid_logits(weights: dict, tokens: np.ndarray, sizes: Sizes) -> np.ndarray
         mixer = _delta_net if kind == "state" else _attention
         x = x + mixer(layer["mixer"], normed, kind, sizes)
         normed = _rms_norm(x, layer["mlp_norm"], sizes.epsilon)
-        gate, up = np.split(_linear(normed, layer["gate_up"]), 2, axis=-1)
-        x = x + _linear(_silu(gate) * up, layer["down"])
+        gate, up = np.split(_linear(normed, layer["mlp"]["gate_up"]), 2, axis=-1)
+        x = x + _linear(_silu(gate) * up, layer["mlp"]["down"])
     return _linear(_rms_norm(x, weights["norm"], sizes.epsilon), weights["output"])
 
 

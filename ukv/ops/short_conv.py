@@ -77,7 +77,10 @@ def _combine(taps: list[Array], conv: ShortConv) -> Float32[Array, "*batch chann
     for j, tap in enumerate(taps):
         weight = jnp.expand_dims(conv.weight[:, j].astype(jnp.float32), leading)
         total = total + weight * tap
-    return jax.nn.silu(total) if conv.is_silu else total
+    out = jax.nn.silu(total) if conv.is_silu else total
+    # Without the barrier, XLA computes an output again inside each of its consumers,
+    # with bits that depend on the loop it lands in, hence on the layout of the pool.
+    return jax.lax.optimization_barrier(out)
 
 
 def short_conv_decode(
