@@ -5,7 +5,8 @@ import functools as ft
 
 import numpy as np
 
-from models.registry import load
+from models.registry import Loaded, load
+from tests import test_model_hybrid
 from tests.golden import GOLDENS
 from tests.model_runner import ModelRunner
 from tests.pools import POISON
@@ -22,11 +23,17 @@ CONFIG = EngineConfig(
     fill_word=POISON,
 )
 # Small enough that requests lose their pages, and that others are moved.
-TIGHT_BYTES = {"llama": 230_000, "kimi_linear": 220_000, "gemma3": 520_000}
+TIGHT_BYTES = {
+    "llama": 230_000,
+    "kimi_linear": 220_000,
+    "gemma3": 520_000,
+    "hybrid": 200_000,
+}
 STATIC_PAGES = {
     "llama": (("full", 13),),
     "kimi_linear": (("mla", 16), ("kda", 3)),
     "gemma3": (("full", 16), ("swa", 14)),
+    "hybrid": (("full", 13), ("state", 4), ("swa", 13)),
 }
 LENGTHS = (131, 5, 70, 33, 47, 20)
 NUM_NEW = (36, 12, 30, 36, 24, 36)
@@ -40,6 +47,10 @@ def static_config(family):
 
 @ft.cache
 def loaded(family):
+    if family == "hybrid":
+        return Loaded(
+            model=test_model_hybrid.MODEL, weights=test_model_hybrid.weights()
+        )
     return load(GOLDENS / family, dtype="float32", progress=False)
 
 

@@ -11,6 +11,7 @@ from ukv.engine import row_programs
 from ukv.engine.config import EngineConfig
 from ukv.engine.device_state import create_device_state
 from ukv.engine.model import Model
+from ukv.engine.op_sets import require_one_translator
 from ukv.engine.plan import StepPlan
 from ukv.engine.sampling import pack_params
 from ukv.engine.step import StepResults, StepShape, make_step, pack_chunks
@@ -30,9 +31,27 @@ class Programs:
       translator: The one translator that every step uses.
     """
 
-    def __init__(self, model: Model, layout: PoolLayout, config: EngineConfig) -> None:
-        """Describe the programs; each is compiled at its first use."""
-        self.translator = KVIndexTranslator(layout)
+    def __init__(
+        self,
+        model: Model,
+        layout: PoolLayout,
+        config: EngineConfig,
+        *,
+        translator: KVIndexTranslator | None = None,
+    ) -> None:
+        """Describe the programs; each is compiled at its first use.
+
+        Args:
+          model: The model.
+          layout: Of the pool.
+          config: Sizes.
+          translator: For a model that carries one; None for a new one.
+
+        Raises:
+          SpecError: The model carries another translator.
+        """
+        self.translator = translator or KVIndexTranslator(layout)
+        require_one_translator(model, self.translator)
         self.model = model
         self.config = config
         self.shapes = tuple(
@@ -84,22 +103,24 @@ class Device:
         """Allocate every buffer."""
         self._programs = programs
         self._weights = weights
-        self.reset()
+        self._allocate()
 
-    def reset(self) -> None:
-        """Allocate every buffer anew; what the pool held is lost."""
+    def _allocate(self) -> None:
         programs = self._programs
-        # The old pool goes first: there is no room for two.
-        for name in ("state", "_static"):
-            for leaf in jax.tree.leaves(getattr(self, name, None)):
-                if not leaf.is_deleted():
-                    leaf.delete()
         self.state = create_device_state(programs.config, programs.translator.layout)
         # A decode step and a step with prompts may have equal buckets: no sharing.
         self._static = {
             shape: make_static_tables(programs.translator, [shape.bucket])[shape.bucket]
             for shape in programs.shapes
         }
+
+    def reset(self) -> None:
+        """Allocate every buffer anew; what the pool held is lost."""
+        # The old pool goes first: there is no room for two.
+        for leaf in jax.tree.leaves((self.state, list(self._static.values()))):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
 
     def run(self, plan: StepPlan, shape: StepShape | None) -> StepResults | None:
         """Dispatch a plan, in the order of its fields; waits for nothing."""
