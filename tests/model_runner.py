@@ -35,6 +35,8 @@ class ModelRunner:
 
     Every row holds a state slot from the start; pages come with the tokens. Windows
     are not released here: see the engine.
+
+    With ``is_optimized`` steps are compiled as for a user, which takes longer.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ModelRunner:
         dtype: str = "float32",
         is_unified: bool = True,
         spare_pages: int = 0,
+        is_optimized: bool = False,
     ):
         specs = model.pool_specs(page_size=page_size, dtype=jnp.dtype(dtype))
         per_row = -(-max_tokens // page_size)
@@ -60,6 +63,7 @@ class ModelRunner:
         else:
             layout = static_layout(specs, num_pages=pages)
         self.model, self.weights, self.layout = model, weights, layout
+        self.is_optimized = is_optimized
         self.num_rows, self.per_row = num_rows, per_row
         self.pool = create_pool(layout, fill_word=POISON)
         self.translator = _translator(layout)
@@ -105,7 +109,9 @@ class ModelRunner:
         if any(sub.placement is Placement.FLOAT for sub in self.layout.sub_pools):
             self.pool = self._with_room(lens)
         longest = 1 if is_decode else max_query_len or _bucket(lens.max())
-        step = _jitted_step(self.model, self.translator, size, longest)
+        step = _jitted_step(
+            self.model, self.translator, size, longest, self.is_optimized
+        )
         bucket = Bucket(num_rows=self.num_rows, max_pages=self.per_row, num_tokens=size)
         static = make_static_tables(self.translator, [bucket])[bucket]
         logits, self.pool, self.tables = step(
@@ -174,7 +180,7 @@ def _alloc(state: PoolState, max_pages: dict[str, int]):
 
 
 @ft.cache
-def _jitted_step(model, translator, num_tokens, max_query_len):
+def _jitted_step(model, translator, num_tokens, max_query_len, is_optimized):
     def step(weights, pool, static, tables, tokens, cu, context, lens, kv_lens):
         growing = {
             sub.name: tables[sub.name]
@@ -205,7 +211,9 @@ def _jitted_step(model, translator, num_tokens, max_query_len):
         logits, pool = model.forward(weights, inputs, pool)
         return logits, pool, tables
 
-    return jax.jit(step, donate_argnums=(1, 3))
+    # Tests compile in a hurry, unless it matters how a user's program rounds.
+    options = {"xla_backend_optimization_level": "3"} if is_optimized else None
+    return jax.jit(step, donate_argnums=(1, 3), compiler_options=options)
 
 
 def forget_programs():

@@ -39,6 +39,8 @@ def new_runner(family, *, is_unified=True):
         max_tokens=64,
         spare_pages=3,
         is_unified=is_unified,
+        # All three kinds of memory, with the vector code that a user gets.
+        is_optimized=family == "hybrid",
     )
 
 

@@ -1,6 +1,5 @@
 """The parity tests would notice: each mistake here makes their check fail widely."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,14 +11,6 @@ from tests.test_model_parity import BOUND, chunked_error
 from ukv.ids import KernelBlocks, VirtualPages
 from ukv.layout import PoolLayout
 from ukv.translator import KVIndexTranslator, StepInputs
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation():
-    # Every mistake is compiled anew and runs once.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
