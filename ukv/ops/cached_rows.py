@@ -19,12 +19,9 @@ def table_of(
       IdSpaceError: ``table`` are not kernel block ids of the views' sub-pool.
       ValueError: The table has another number of rows than the batch.
     """
-    ids = table.ids
     for view in views:
-        checked = require_ids(
-            table, KernelBlocks, owner=view.sub_pool, argument="table"
-        )
-        ids = checked.ids
+        require_ids(table, KernelBlocks, owner=view.sub_pool, argument="table")
+    ids = table.ids
     if ids.ndim != 2 or ids.shape[0] != num_rows:
         raise ValueError(
             f"table has shape {ids.shape}, the batch needs [{num_rows}, max_pages]"
