@@ -22,7 +22,7 @@ from tests.engine_runs import (
 from ukv.engine import Engine, FinishReason, RequestError, engine_layout
 from ukv.errors import BudgetError, SpecError
 
-FAMILIES = ["llama", "kimi_linear", "gemma3"]
+FAMILIES = ["llama", "kimi_linear", "gemma3", "hybrid"]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 compiled = []
 
@@ -165,6 +165,42 @@ def test_abort_frees_everything_and_changes_no_other():
     for name, expected in zip(names, plain_tokens("llama"), strict=True):
         found = tokens.get(name, [])
         assert found == (expected[: len(found)] if name in aborted else expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["kimi_linear", "hybrid"])
+def test_random_arrivals_and_aborts_leak_nothing(family):
+    rng = np.random.default_rng(1)
+    run = engine(family)
+    vocab = loaded(family).model.vocab_size
+    unfinished, reasons = [], {}
+    for _ in range(300):
+        if rng.random() < 0.4 and run.stats().num_waiting < 6:
+            prompt = rng.integers(vocab, size=rng.integers(1, 60)).tolist()
+            params = greedy(
+                int(rng.integers(1, 120)),
+                temperature=float(rng.choice([0.0, 1.0])),
+                stop_token_ids=(int(rng.integers(vocab)),),
+            )
+            priority = int(rng.integers(2))
+            unfinished.append(run.add_request(prompt, params, priority=priority))
+        if rng.random() < 0.03 and unfinished:
+            run.abort(unfinished[rng.integers(len(unfinished))])
+        for output in run.step():
+            if output.finish_reason is not None:
+                reasons[output.request_id] = output.finish_reason
+                unfinished.remove(output.request_id)
+        run.verify()
+    reasons |= drain(run, {})
+    assert not any(run.stats().used_bytes.values())
+    stats = run.stats()
+    assert stats.num_retractions > 0
+    assert stats.num_moves > 0
+    assert set(reasons.values()) == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.ABORT,
+    }
 
 
 def test_generate_streams_every_token():

@@ -10,6 +10,7 @@ from ukv.engine.ledger import Ledger
 from ukv.engine.scheduler import Scheduler
 from ukv.errors import BudgetError
 from ukv.layout import packed_bytes, static_layout, unified_layout
+from ukv.spec import AttentionSpec, SlidingWindowSpec
 
 PAGE_SIZE = 4
 CONFIG = EngineConfig(
@@ -193,6 +194,49 @@ def test_a_window_is_charged_and_not_the_sequence():
         for name, count in {"full": 16, "state": 1, "swa": 16}.items()
     )
     assert loop.most_bytes < whole
+
+
+def test_a_prompt_holds_a_window_and_a_chunk():
+    # Window 1000, chunks of 2000, pages of one token: 999 + 2000 halves at most.
+    specs = [
+        AttentionSpec(
+            name="full", num_layers=1, page_size=1, num_kv_heads=1, head_dim=8
+        ),
+        SlidingWindowSpec(
+            name="swa",
+            num_layers=1,
+            page_size=1,
+            num_kv_heads=1,
+            head_dim=8,
+            window_size=1000,
+            shares_ids="full",
+        ),
+    ]
+    pages = {"full": 6000, "swa": 2999}
+    ledger = Ledger(unified_layout(specs, pool_bytes=packed_bytes(specs, pages)))
+    assert ledger.most_held(6000, 2000) == pages
+    for context_len in (0, 2000, 4000):
+        needs = ledger.growth(context_len, 2000)
+        assert ledger.can_serve(needs)
+        ledger.spend({}, [[(context_len, 2000)]])
+        assert ledger.mirror.live("swa") == 999
+    ledger.release(6000)
+    assert ledger.mirror.bytes_in_use() == 0
+
+
+def test_free_rows_and_slots_admit_nobody_without_bytes():
+    scheduler = make_scheduler("kda_mla")
+    scheduler.add(request("a", 60, 4), 0)
+    scheduler.add(request("b", 40, 4), 0)
+    loop = Loop(scheduler)
+    for _ in range(3):
+        loop.step()
+    # Rows and state slots are free, and so are bytes, but not enough of them.
+    mirror = scheduler.ledger.mirror
+    assert mirror.can_allocate({"kda": 1})
+    assert [s.request.request_id for s in scheduler.running] == ["a"]
+    loop.run()
+    assert loop.order == ["a", "b"]
 
 
 def test_prompts_go_on_beside_decoding_rows():

@@ -20,12 +20,13 @@ import numpy as np
 
 from ukv.allocator import PoolMirror, describe_error, verify
 from ukv.engine.config import EngineConfig
+from ukv.engine.device import Device
 from ukv.engine.layout import engine_layout
 from ukv.engine.ledger import Ledger
 from ukv.engine.model import Model
 from ukv.engine.outputs import accept
 from ukv.engine.plan import Chunk, StepPlan
-from ukv.engine.programs import Device, Programs
+from ukv.engine.programs import Programs
 from ukv.engine.request import (
     FinishReason,
     Request,
@@ -322,8 +323,12 @@ class Engine:
         self._in_flight = None
         self._num_restarts += 1
         text = f"{type(error).__name__}: {error}"
-        is_full = "RESOURCE_EXHAUSTED" in text
-        if not (shape and is_full and self.scheduler.use_smaller(shape)):
+        is_smaller = False
+        if shape is not None and "RESOURCE_EXHAUSTED" in text:
+            is_smaller = self.scheduler.use_smaller(
+                shape.bucket.num_tokens, is_decode=shape.is_decode
+            )
+        if not is_smaller:
             suspects = [c for c in chunks if c.sequence.finish_reason is None]
             for chunk in suspects:
                 chunk.sequence.suspect_len = chunk.context_len + chunk.query_len

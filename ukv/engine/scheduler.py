@@ -21,7 +21,6 @@ from ukv.engine.ledger import Ledger, Pages, add_pages
 from ukv.engine.plan import Admission, Chunk, Release, StepPlan
 from ukv.engine.request import FinishReason, Request
 from ukv.engine.sequence import Sequence
-from ukv.engine.step import StepShape
 from ukv.errors import PoolStateError
 
 
@@ -80,12 +79,12 @@ class Scheduler:
             self.running.remove(sequence)
             self._leaving.append(sequence)
 
-    def use_smaller(self, shape: StepShape) -> bool:
-        """Plan no more steps as large as a shape; False if there is no smaller one."""
-        config, size = self._config, shape.bucket.num_tokens
-        sizes = config.decode_sizes if shape.is_decode else config.prefill_sizes
-        smaller = [other for other in sizes if other < size]
-        if smaller and shape.is_decode:
+    def use_smaller(self, num_tokens: int, *, is_decode: bool) -> bool:
+        """Plan no more steps as large as a bucket; False if there is no smaller one."""
+        config = self._config
+        sizes = config.decode_sizes if is_decode else config.prefill_sizes
+        smaller = [size for size in sizes if size < num_tokens]
+        if smaller and is_decode:
             self._max_decode_rows = smaller[-1]
         elif smaller:
             self._max_step_tokens = smaller[-1]
@@ -182,8 +181,31 @@ class Scheduler:
         return admitted
 
     def _serve(self, releases: list[Release], admitted: list[Admission]) -> list[Chunk]:
-        """Choose each row's new tokens by rank, taking pages from the last."""
-        needs = add_pages(*(self.ledger.state_pages for _ in admitted))
+        """Give rows their new tokens; if pages are short, by rank."""
+        chosen = self._choose()
+        growths = [self.ledger.growth(s.context_len, length) for s, length in chosen]
+        states = add_pages(*(self.ledger.state_pages for _ in admitted))
+        if self.ledger.can_serve(add_pages(states, *growths)):
+            return [_chunk(sequence, length) for sequence, length in chosen]
+        # Who was admitted just now fits beside all others.
+        assert not admitted
+        needs: Pages = {}
+        chunks = []
+        for (sequence, query_len), growth in zip(chosen, growths, strict=True):
+            if sequence.row is None:
+                continue  # it was retracted for one before it
+            while not self.ledger.can_serve(add_pages(needs, growth)):
+                last = self._last_in_rank(sequence)
+                if last is None:
+                    break
+                releases.append(self._retract(last))
+            else:
+                needs = add_pages(needs, growth)
+                chunks.append(_chunk(sequence, query_len))
+        return chunks
+
+    def _choose(self) -> list[tuple[Sequence, int]]:
+        """Choose who gets how many tokens, as if there were pages for all."""
         suspects = [sequence for sequence in self.running if sequence.is_suspect]
         served = suspects[:1] or self.running
         num_decoding = sum(sequence.has_last_token for sequence in served)
@@ -192,33 +214,30 @@ class Scheduler:
         # Decoding rows go first, but not to the end of every prompt.
         budget = max(self._max_step_tokens - num_decoding, 1)
         most = self._max_decode_rows if is_decode else self._max_step_tokens
-        chunks: list[Chunk] = []
-        # Whoever is retracted leaves the end of the list while it is walked.
+        chosen = []
         for sequence in served:
             if sequence.has_last_token:
                 query_len, size = min(passes, sequence.num_unsampled), 1
             else:
                 query_len = size = min(sequence.num_left, budget)
-            if query_len == 0 or size > most:
-                continue
-            growth = self.ledger.growth(sequence.context_len, query_len)
-            while not self.ledger.can_serve(add_pages(needs, growth)):
-                last = self.running[-1]
-                if last is sequence and suspects:
-                    last = self.running[max(len(self.running) - 2, 0)]
-                if last is sequence:
-                    break
-                releases.append(self._retract(last))
-            else:
-                needs = add_pages(needs, growth)
-                chunks.append(_chunk(sequence, query_len))
+                budget -= query_len
+            if 0 < size <= most:
+                chosen.append((sequence, query_len))
                 most -= size
-                budget -= 0 if sequence.has_last_token else query_len
-        return chunks
+        return chosen
+
+    def _last_in_rank(self, sequence: Sequence) -> Sequence | None:
+        """Return who gives way to a sequence; None if nobody does."""
+        last = self.running[-1]
+        if last is not sequence:
+            return last
+        # A suspect runs alone, so that others wait for it whatever their rank.
+        if sequence.is_suspect and len(self.running) > 1:
+            return self.running[-2]
+        return None
 
     def _retract(self, sequence: Sequence) -> Release:
         """Take a sequence's pages and row; it waits again, by its old rank."""
-        assert sequence.context_len > 0, "a sequence is not retracted as it begins"
         self.running.remove(sequence)
         release = self._release(sequence)
         sequence.num_retractions += 1

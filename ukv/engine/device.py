@@ -1,0 +1,111 @@
+"""The device's side of an engine: its buffers, and who replaces them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from ukv.engine import row_programs
+from ukv.engine.device_state import create_device_state
+from ukv.engine.plan import StepPlan
+from ukv.engine.programs import Programs
+from ukv.engine.sampling import pack_params
+from ukv.engine.step import StepResults, StepShape, pack_chunks
+from ukv.translator import make_static_tables
+
+MAX_RELEASES = 8
+"""Rows that one release program takes; more of them take several."""
+
+
+class Device:
+    """The device's side of an engine: its buffers, and programs that replace them.
+
+    Attributes:
+      state: The device state; each program takes it and returns the next.
+    """
+
+    def __init__(self, programs: Programs, weights: Any) -> None:
+        """Allocate every buffer."""
+        self._programs = programs
+        self._weights = weights
+        self._allocate()
+
+    def _allocate(self) -> None:
+        programs = self._programs
+        self.state = create_device_state(programs.config, programs.translator.layout)
+        # A decode step and a step with prompts may have equal buckets: no sharing.
+        self._static = {
+            shape: make_static_tables(programs.translator, [shape.bucket])[shape.bucket]
+            for shape in programs.shapes
+        }
+
+    def reset(self) -> None:
+        """Allocate every buffer anew; what the pool held is lost."""
+        # The old pool goes first: there is no room for two.
+        for leaf in jax.tree.leaves((self.state, list(self._static.values()))):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._allocate()
+
+    def run(self, plan: StepPlan, shape: StepShape | None) -> StepResults | None:
+        """Dispatch a plan, in the order of its fields; waits for nothing."""
+        config, layout = self._programs.config, self._programs.translator.layout
+        for start in range(0, len(plan.releases), MAX_RELEASES):
+            packed = np.zeros((MAX_RELEASES, 2), np.int32)
+            packed[:, 0] = config.max_rows
+            for row, release in zip(packed, plan.releases[start:], strict=False):
+                row[:] = release.row, release.context_len
+            self.state = row_programs.jitted_release(self.state, packed)
+        if plan.room is not None:
+            counts = [plan.room.get(owner.name, 0) for owner in layout.owners]
+            packed = np.array(counts, np.int32)
+            self.state = row_programs.jitted_move_pages(self.state, packed)
+        if plan.admissions:
+            sequences = [admission.sequence for admission in plan.admissions]
+            params = pack_params(
+                [sequence.request.params for sequence in sequences],
+                [sequence.seed for sequence in sequences],
+                config.max_stop_tokens,
+            )
+            packed = np.zeros((config.max_rows, params.shape[1] + 1), np.int32)
+            packed[:, 0] = config.max_rows
+            packed[: len(params), 0] = [a.row for a in plan.admissions]
+            packed[: len(params), 1:] = params
+            self.state = row_programs.jitted_admit(self.state, packed)
+        if shape is None:
+            return None
+        packed = pack_chunks(shape, plan.chunks, config.max_rows)
+        self.state, self._static[shape], results = self._programs.steps[shape](
+            self.state, self._static[shape], self._weights, packed
+        )
+        for leaf in jax.tree.leaves(results):
+            leaf.copy_to_host_async()
+        return results
+
+    def warm_up(self, *, progress: bool) -> None:
+        """Run every program once on padding, which changes nothing."""
+        programs: Sequence[StepShape | None] = [None, *self._programs.shapes]
+        with tqdm.tqdm(programs, disable=not progress, desc="compile") as bar:
+            for shape in bar:
+                bar.set_postfix_str("page moves" if shape is None else shape.name)
+                if shape is None:
+                    self._run_row_programs()
+                else:
+                    self.run(_EMPTY_PLAN, shape)
+        jax.block_until_ready(self.state)
+
+    def _run_row_programs(self) -> None:
+        config, layout = self._programs.config, self._programs.translator.layout
+        releases = np.full((MAX_RELEASES, 2), config.max_rows, np.int32)
+        self.state = row_programs.jitted_release(self.state, releases)
+        width = self.state.params.shape[1] + 1
+        rows = np.full((config.max_rows, width), config.max_rows, np.int32)
+        self.state = row_programs.jitted_admit(self.state, rows)
+        if layout.is_unified:
+            counts = np.zeros(len(layout.owners), np.int32)
+            self.state = row_programs.jitted_move_pages(self.state, counts)
+
+
+_EMPTY_PLAN = StepPlan(releases=(), room=None, admissions=(), chunks=(), is_decode=True)
