@@ -472,7 +472,11 @@ def test_a_repeated_key_is_solved_exactly(decay):
     truth, last = oracle.kda_recurrent(*inputs.values(), scale=1.0)
     for form in FORMS:
         out, state = run_pure(form, inputs)
-        check(out, truth, reduced_len=192)
+        # With one key and beta near 1 a token's output is what is left of terms a
+        # thousand times its size, so the error is measured by the head's outputs.
+        assert_matches(
+            np.asarray(out), truth, dtype="float32", reduced_len=192, row_axes=(1,)
+        )
         check(state, last, reduced_len=192)
 
 
