@@ -24,9 +24,13 @@ from tests.attention_cases import (
     run_gqa_decode,
     run_mla_decode,
 )
+from tests.pools import POISON
 from ukv import ops
 from ukv.ids import KernelBlocks, VirtualPages
+from ukv.layout import static_layout
 from ukv.ops import gqa, mla, online_softmax
+from ukv.pool import create_pool
+from ukv.spec import AttentionSpec
 
 # GQA
 
@@ -342,6 +346,29 @@ def test_mla_mutations_are_rejected(run):
 
 
 # Refusals
+
+
+def test_nan_of_a_visible_key_shows():
+    # The pool is poisoned and nothing was written: a broken page must not pass as
+    # a row without keys, whose output is zero.
+    spec = AttentionSpec(
+        name="full", num_layers=1, page_size=4, num_kv_heads=1, head_dim=8
+    )
+    layout = static_layout([spec], num_pages={"full": 2})
+    buffers = create_pool(layout, fill_word=POISON).buffers
+    views = [layout.part_view("full", layer=0, part=part) for part in "kv"]
+    out, lse = ukv.ops.gqa_decode(
+        jnp.ones((2, 1, 1, 8), jnp.bfloat16),
+        buffers,
+        *views,
+        KernelBlocks(ids=jnp.asarray([[1], [2]], jnp.int32), sub_pool="full"),
+        kv_lens=jnp.asarray([3, 0], jnp.int32),
+        softmax_scale=1.0,
+    )
+    assert np.isnan(np.asarray(out[0])).all()
+    assert np.isnan(np.asarray(lse[0])).all()
+    assert not np.asarray(out[1]).any()
+    assert np.isneginf(np.asarray(lse[1])).all()
 
 
 def test_virtual_pages_are_refused():

@@ -4,9 +4,9 @@ import typing
 
 import pytest
 
+from ukv import implementation as module
 from ukv.errors import UnsupportedError
 from ukv.ops import SUPPORT, Implementation, OpCase, Support, Target, resolve
-from ukv.ops import implementation as module
 
 CASE = OpCase(
     page_size=64, storage_dtype="bfloat16", compute_dtype="bfloat16", widths=(576, 512)

@@ -259,7 +259,8 @@ def _normalise(
     Float32[Array, "tiles block_q num_q_heads"],
 ]:
     """Divide by the softmax sum, and add the sinks to it before."""
-    has_keys = z > 0
+    # Not "above 0": the sum is NaN where a key was, and that must show.
+    has_keys = z != 0
     if sinks is not None:
         logits = jnp.broadcast_to(sinks.astype(jnp.float32), m.shape)
         m_new = jnp.maximum(m, logits)
