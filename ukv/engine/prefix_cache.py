@@ -1,0 +1,364 @@
+"""The prefix cache: pages, window halves and states of tokens that were seen before.
+
+It is plain Python over virtual ids. The cache is one holder of each of its pages, the
+rows that use them are others; each method says what the device has to do. In the
+life of a row:
+
+    match      the longest prefix with all its components; changes nothing
+    pin        before anything is allocated, so that eviction leaves it alone
+    advance    the row's windows move on: it sees the first halves no more
+    insert     after a prefill, and at the end: what was computed is kept
+    release    the row is done, or was refused after all
+
+A cached state is never written: a row that starts from it gets a copy.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ukv.engine.prefix_eviction import Dropped, Fits, count_pages, drop_all, evict
+from ukv.engine.prefix_spec import PrefixSpec
+from ukv.engine.radix_tree import Ids, PageNode, RadixTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Match:
+    """What is cached of some tokens.
+
+    Attributes:
+      path: The pages of the usable prefix.
+      hit_len: Tokens of it.
+      full_len: Tokens whose pages are cached, whether a prefix can end there or not.
+    """
+
+    path: tuple[PageNode, ...]
+    hit_len: int
+    full_len: int
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Lease:
+    """What a row holds of the cache.
+
+    Attributes:
+      path: The cached pages of its tokens.
+      is_shared: For each of them, whether the row's page is the cache's; if not, the
+        row has the same tokens in a page of its own.
+      half_starts: By window, the first page whose half the row holds.
+      source: The node whose state it starts from, until the copy is dispatched.
+      is_open: Whether it was not released yet.
+    """
+
+    path: list[PageNode]
+    is_shared: list[bool]
+    half_starts: list[int]
+    source: PageNode | None = None
+    is_open: bool = True
+
+    @property
+    def pages(self) -> list[Ids]:
+        """Ids of the cached pages."""
+        return [node.ids for node in self.path]
+
+    @property
+    def state(self) -> Ids | None:
+        """Slots to copy into the row's own; None if there are none to copy."""
+        return None if self.source is None else self.source.state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Insertion:
+    """What the device has to do after an insertion, in the order of the fields.
+
+    Attributes:
+      shares: By owner, pages of the row that the cache holds too from now on.
+      dropped: Pages that these took the place of.
+      unused_states: Checkpoints that the cache did not take over.
+    """
+
+    shares: Mapping[str, Sequence[int]]
+    dropped: Dropped
+    unused_states: Sequence[Ids]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Page:
+    """A page of a path as it would be after an insertion."""
+
+    node: PageNode | None
+    ids: Ids
+    halves: list[bool]
+    state: Ids | None
+
+
+class PrefixCache:
+    """Prefixes of earlier requests.
+
+    Attributes:
+      spec: The components of a prefix.
+      tree: All cached pages.
+      num_prompt_tokens: Tokens of the prompts that were looked up and pinned.
+      num_hit_tokens: Those of them that were cached.
+    """
+
+    def __init__(self, spec: PrefixSpec) -> None:
+        """Start empty."""
+        self.spec = spec
+        self.tree = RadixTree(spec)
+        self.num_prompt_tokens = 0
+        self.num_hit_tokens = 0
+
+    def match(self, tokens: Sequence[int], *, num_computed: int = 1) -> Match:
+        """Return the longest usable prefix; changes nothing.
+
+        Args:
+          tokens: Of a prompt.
+          num_computed: Tokens at its end that have to be computed whatever is
+            cached: one for its logits, more if a draft needs them.
+        """
+        path = self.tree.path(tokens)
+        most = max(len(tokens) - num_computed, 0) // self.spec.page_size
+        usable = self.tree.usable_on(path[:most])
+        depth = usable[-1].depth if usable else 0
+        return Match(
+            path=tuple(path[:depth]),
+            hit_len=depth * self.spec.page_size,
+            full_len=len(path) * self.spec.page_size,
+        )
+
+    def pin(self, match: Match, num_tokens: int) -> Lease:
+        """Hold a match for a row; the device shares its pages with the row.
+
+        A row that starts with nothing gets a lease too.
+
+        Args:
+          match: What to hold; nothing was evicted since.
+          num_tokens: Of the prompt, for the hit rate.
+        """
+        depth, path = len(match.path), list(match.path)
+        if any(node.parent is None for node in path):
+            raise ValueError("the match is stale: pin it before anything is evicted")
+        lease = Lease(
+            path=[],
+            is_shared=[],
+            half_starts=[
+                self.spec.tail_start(half, depth) for half in self.spec.windows
+            ],
+        )
+        self._extend(lease, path, [True] * depth)
+        if path and self.spec.states:
+            lease.source = path[-1]
+            path[-1].state_pins += 1
+            self.tree.update(path[-1])
+        self.tree.touch(path[-1:])
+        self.num_prompt_tokens += num_tokens
+        self.num_hit_tokens += match.hit_len
+        return lease
+
+    def _extend(
+        self, lease: Lease, nodes: Sequence[PageNode], is_shared: Sequence[bool]
+    ) -> None:
+        """Pin more pages for a lease, with the halves that its row holds."""
+        for node, shared in zip(nodes, is_shared, strict=True):
+            node.pins += 1
+            for window, start in enumerate(lease.half_starts):
+                node.half_pins[window] += shared and node.depth > start
+            self.tree.update(node)
+            lease.path.append(node)
+            lease.is_shared.append(shared)
+
+    def finish_copy(self, lease: Lease) -> None:
+        """Let go of the state that the row has its copy of."""
+        node, lease.source = lease.source, None
+        if node is not None:
+            node.state_pins -= 1
+            self.tree.update(node)
+
+    def advance(self, lease: Lease, context_len: int) -> None:
+        """Let go of the halves that a row keeps no more.
+
+        Args:
+          lease: Of the row.
+          context_len: Tokens that it has in the pool now.
+        """
+        for window, half in enumerate(self.spec.windows):
+            start = self.spec.kept_start(half, context_len)
+            self._drop_half_pins(lease, window, start)
+
+    def _drop_half_pins(self, lease: Lease, window: int, stop: int) -> None:
+        start = lease.half_starts[window]
+        pages = zip(lease.path[start:stop], lease.is_shared[start:stop], strict=True)
+        for node, is_shared in pages:
+            if is_shared:
+                node.half_pins[window] -= 1
+                self.tree.update(node)
+        lease.half_starts[window] = max(start, stop)
+
+    def shared_pages(self, lease: Lease) -> dict[str, int]:
+        """Return the pages by sub-pool that outlive a row that gives back all."""
+        pages = dict.fromkeys(self.spec.owners, sum(lease.is_shared))
+        for half, start in zip(self.spec.windows, lease.half_starts, strict=True):
+            pages[half.name] = sum(lease.is_shared[start:])
+        return pages
+
+    def insert(
+        self,
+        lease: Lease,
+        tokens: Sequence[int],
+        pages: Sequence[Ids],
+        states: Mapping[int, Ids] | None = None,
+    ) -> Insertion:
+        """Keep what a row computed, up to the last place where a prefix can end.
+
+        All or nothing: what a match could not use is not kept. The cache shares the
+        row's pages, the row goes on with them. A page that lost halves which the
+        row's page has gives its place to it.
+
+        Args:
+          lease: Of the row, advanced to the tokens that it has in the pool.
+          tokens: Tokens of the row in the pool, from the first.
+          pages: Its page ids; at least one for each whole page of tokens.
+          states: Checkpoints by number of tokens; the cache takes over the row's
+            hold of them.
+
+        Raises:
+          ValueError: A checkpoint lies off the grid, or pages are missing.
+        """
+        states = dict(states or {})
+        self._require(lease, tokens, pages, states)
+        would_be = self._after_insertion(lease, tokens, pages, states)
+        depths = set(
+            self.tree.usable_depths(
+                (page.halves for page in would_be),
+                (page.state is not None for page in would_be),
+            )
+        )
+        would_be = would_be[: max(depths, default=0)]
+        shares: dict[str, list[int]] = {}
+        dropped, path, ends = Dropped(), [], []
+        keys = self.tree.pages_of(tokens)
+        for page, key in zip(would_be, keys, strict=False):
+            node = page.node
+            if node is None:
+                parent = path[-1] if path else self.tree.root
+                node = self.tree.add(parent, key, page.ids)
+                self._share(shares, page.ids)
+            elif node.ids != page.ids:
+                dropped.add_page(self.spec, node)
+                self._share(shares, page.ids)
+            path.append(node)
+            node.ids, node.halves = page.ids, page.halves
+            if node.state is None and page.state and len(path) in depths:
+                node.state = states.pop(len(path) * self.spec.page_size)
+                ends.append(node)
+            self.tree.update(node)
+        first = len(lease.path)
+        is_shared = [
+            node.ids == tuple(ids)
+            for node, ids in zip(path[first:], pages[first:], strict=False)
+        ]
+        self._extend(lease, path[first:], is_shared)
+        # The same prompt again ends before its last token, a longer one after it.
+        last_page = self.spec.last_end(len(tokens)) // self.spec.page_size
+        for end in (last_page, len(path)):
+            ends += self.tree.usable_on(path[:end])[-1:]
+        self.tree.touch(ends)
+        return Insertion(
+            shares=shares, dropped=dropped, unused_states=list(states.values())
+        )
+
+    def _require(
+        self,
+        lease: Lease,
+        tokens: Sequence[int],
+        pages: Sequence[Ids],
+        states: Mapping[int, Ids],
+    ) -> None:
+        if not lease.is_open:
+            raise ValueError("the lease was released before")
+        num_pages = len(tokens) // self.spec.page_size
+        if len(pages) < num_pages:
+            raise ValueError(
+                f"{len(tokens)} tokens fill {num_pages} pages, "
+                f"got {len(pages)} page ids"
+            )
+        for num_tokens in states:
+            if num_tokens % self.spec.grid or not 0 < num_tokens <= len(tokens):
+                raise ValueError(
+                    f"a checkpoint after {num_tokens} tokens: it must lie on the grid "
+                    f"of {self.spec.grid}, inside the {len(tokens)} tokens"
+                )
+
+    def _after_insertion(
+        self,
+        lease: Lease,
+        tokens: Sequence[int],
+        pages: Sequence[Ids],
+        states: Mapping[int, Ids],
+    ) -> list[_Page]:
+        """Return the path of some tokens as it would be with a row's pages."""
+        size, path = self.spec.page_size, self.tree.path(tokens)
+        would_be = []
+        for column in range(len(tokens) // size):
+            own = [column >= start for start in lease.half_starts]
+            ids, state = tuple(pages[column]), states.get((column + 1) * size)
+            if column >= len(path):
+                page = _Page(node=None, ids=ids, halves=own, state=state)
+            else:
+                node = path[column]
+                has_more = own != node.halves and all(
+                    mine or not its for mine, its in zip(own, node.halves, strict=True)
+                )
+                # Rows that use the old page would have to be told.
+                is_replaced = has_more and not node.pins
+                page = _Page(
+                    node=node,
+                    ids=ids if is_replaced else node.ids,
+                    halves=own if is_replaced else list(node.halves),
+                    state=node.state or state,
+                )
+            would_be.append(page)
+        return would_be
+
+    def _share(self, shares: dict[str, list[int]], ids: Ids) -> None:
+        for name, page in zip(self.spec.owners, ids, strict=True):
+            shares.setdefault(name, []).append(page)
+
+    def release(self, lease: Lease) -> None:
+        """Let go of all that a row holds; the cache keeps it until it is evicted.
+
+        Raises:
+          ValueError: It was released before.
+        """
+        if not lease.is_open:
+            raise ValueError("the lease was released before")
+        self.finish_copy(lease)
+        for window in range(len(self.spec.windows)):
+            self._drop_half_pins(lease, window, len(lease.path))
+        for node in lease.path:
+            node.pins -= 1
+            self.tree.update(node)
+        lease.path.clear()
+        lease.is_shared.clear()
+        lease.is_open = False
+
+    def evict(self, fits: Fits) -> Dropped | None:
+        """Drop as little as makes an allocation fit; None if nothing would.
+
+        Args:
+          fits: Whether the allocation fits once these pages by sub-pool are free as
+            well, say ``mirror.release(pages).can_allocate(needs)``.
+        """
+        return evict(self.tree, fits)
+
+    def clear(self) -> Dropped:
+        """Drop all that no row holds."""
+        return drop_all(self.tree)
+
+    def held_pages(self) -> dict[str, int]:
+        """Return the pages by sub-pool that the cache holds."""
+        return count_pages(self.tree, self.tree.num_held)
+
+    def evictable_pages(self) -> dict[str, int]:
+        """Return those of them that no row holds."""
+        return count_pages(self.tree, self.tree.num_evictable)
