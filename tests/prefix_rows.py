@@ -47,6 +47,21 @@ class HolderPool:
         assert all(self.free(name) >= 0 for name in self.limits)
         return ids
 
+    def free_full(self, name, page):
+        """Let go of a page alone."""
+        self.hold(name, page, -1)
+
+    def free_window(self, name, page):
+        """Let go of a half."""
+        self.hold(name, page, -1)
+
+    def copy_state(self, ids):
+        """Return a copy of the slots of a state."""
+        assert all(
+            self.holders[n][s] for n, s in zip(self.spec.states, ids, strict=True)
+        )
+        return self.new_state()
+
     def new_state(self):
         ids = tuple(next(self.ids[name]) for name in self.spec.states)
         for name, slot in zip(self.spec.states, ids, strict=True):
@@ -71,7 +86,7 @@ class HolderPool:
 
     def free_state(self, ids):
         for name, slot in zip(self.spec.states, ids, strict=True):
-            self.hold(name, slot, -1)
+            self.free_full(name, slot)
 
     def _halves(self, name):
         place = self.spec.owners.index(name)
@@ -80,9 +95,12 @@ class HolderPool:
     def drop(self, dropped: Dropped):
         """Free what the cache let go of; each page of it dies."""
         before = {name: len(held) for name, held in self.holders.items()}
-        for name, slots in [*dropped.states.items(), *dropped.halves.items()]:
+        for name, slots in dropped.states.items():
             for slot in slots:
-                self.hold(name, slot, -1)
+                self.free_full(name, slot)
+        for name, pages in dropped.halves.items():
+            for page in pages:
+                self.free_window(name, page)
         for name, pages in dropped.pages.items():
             for page in pages:
                 self.free_page(name, page)
@@ -139,13 +157,14 @@ class CachedRows:
         for ids in pages:
             for name, page in zip(spec.owners, ids, strict=True):
                 pool.share(name, page)
+        source = lease.state
         row = Row(
             tokens=list(tokens),
             lease=lease,
             hit_len=match.hit_len,
             pages=pages,
             half_starts=[0] * len(spec.windows),
-            state=pool.new_state(),
+            state=pool.new_state() if source is None else pool.copy_state(source),
             checkpoints={},
         )
         # A row holds no half that its window does not see.
@@ -153,7 +172,7 @@ class CachedRows:
             start = lease.half_starts[window]
             for column in range(start):
                 if lease.path[column].halves[window]:
-                    pool.hold(half.name, pages[column][half.owner], -1)
+                    pool.free_window(half.name, pages[column][half.owner])
             row.half_starts[window] = start
         self.cache.finish_copy(lease)
         row.pages += [pool.new_page() for _ in range(num_new)]
@@ -181,11 +200,15 @@ class CachedRows:
         for window, half in enumerate(self.spec.windows):
             stop = self.spec.kept_start(half, len(row.tokens))
             for ids in row.pages[row.half_starts[window] : stop]:
-                self.pool.hold(half.name, ids[half.owner], -1)
+                self.pool.free_window(half.name, ids[half.owner])
             row.half_starts[window] = max(row.half_starts[window], stop)
 
     def insert(self, row):
         done = self.cache.insert(row.lease, row.tokens, row.pages, row.checkpoints)
+        self._carry_out(row, done)
+        return done
+
+    def _carry_out(self, row, done):
         for name, pages in done.shares.items():
             for page in pages:
                 self.pool.share(name, page)
@@ -193,22 +216,25 @@ class CachedRows:
         for ids in done.unused_states:
             self.pool.free_state(ids)
         row.checkpoints = {}
-        return done
 
     def finish(self, row, *, is_kept=True):
         """End a row: keep what it computed, or not."""
-        spec, pool = self.spec, self.pool
+        spec, pool, lease = self.spec, self.pool, row.lease
+        done = None
         if is_kept:
-            self.insert(row)
-        outlives = self.cache.shared_pages(row.lease)
+            done = self.cache.finish(lease, row.tokens, row.pages, row.checkpoints)
+            outlives = done.outlives
+            self._carry_out(row, done)
+        else:
+            outlives = self.cache.shared_pages(lease)
+            self.cache.release(lease)
         before = {name: len(held) for name, held in pool.holders.items()}
-        self.cache.release(row.lease)
         for window, half in enumerate(spec.windows):
             for ids in row.pages[row.half_starts[window] :]:
-                pool.hold(half.name, ids[half.owner], -1)
+                pool.free_window(half.name, ids[half.owner])
         for ids in row.pages:
             for name, page in zip(spec.owners, ids, strict=True):
-                pool.hold(name, page, -1)
+                pool.free_full(name, page)
         # The count that a host ledger would use is the device's.
         held = dict.fromkeys(spec.owners, len(row.pages))
         for half, start in zip(spec.windows, row.half_starts, strict=True):
@@ -220,6 +246,7 @@ class CachedRows:
         for ids in row.checkpoints.values():
             pool.free_state(ids)
         self.rows.remove(row)
+        return done
 
     def run(self, tokens, **kwargs):
         """Start and finish a row at once; return how many tokens hit."""
@@ -256,3 +283,7 @@ class CachedRows:
                 for name, slot in zip(spec.states, ids, strict=True):
                     add(name, slot)
         assert expected == self.pool.holders
+        # What is pinned is what rows hold, so the rest can go.
+        mine = {ids for row in self.rows for ids in row.pages}
+        pinned = {node.ids for node in cache.tree.nodes() if node.pins}
+        assert pinned <= mine

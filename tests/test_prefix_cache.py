@@ -146,7 +146,7 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
     def keep(self, row, is_over):
         checkpoints = dict(row.checkpoints)
         size, before = self.spec.page_size, set(self.model)
-        done = self.rows.insert(row)
+        done = self.rows.finish(row) if is_over else self.rows.insert(row)
         owner = self.spec.owners[0]
         columns = {ids[0]: column for column, ids in enumerate(row.pages)}
         for page in done.shares.get(owner, ()):
@@ -168,8 +168,6 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
         kept = self.best(row.tokens, len(row.tokens))
         # Nothing new lies beyond what a match can use.
         assert not added or kept >= max(map(len, set(self.model) - before))
-        if is_over:
-            self.rows.finish(row, is_kept=False)
 
     @stateful.rule(which=st.integers(0, 9))
     def lose(self, which):
@@ -213,11 +211,6 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
         counts = {
             name: sum(pool.holders[name][node.ids[place]] == 1 for node in nodes)
             for place, name in enumerate(spec.owners)
-        }
-        # A page whose child a row uses cannot go, if the row has one of its own.
-        pinned = sum(node.pins > 0 for node in nodes)
-        counts = {
-            name: min(count, len(nodes) - pinned) for name, count in counts.items()
         }
         for window, half in enumerate(spec.windows):
             counts[half.name] = sum(

@@ -7,10 +7,12 @@ life of a row:
     match      the longest prefix with all its components; changes nothing
     pin        before anything is allocated, so that eviction leaves it alone
     advance    the row's windows move on: it sees the first halves no more
-    insert     after a prefill, and at the end: what was computed is kept
-    release    the row is done, or was refused after all
+    insert     what was computed so far is kept, say after a prefill
+    finish     the same at the end; or release, if nothing more is to be kept
 
-A cached state is never written: a row that starts from it gets a copy.
+A lease pins only what its row holds itself, so whoever admits rows by what each of
+them may hold knows that all else can be evicted. A cached state is never written: a
+row that starts from it gets a copy.
 """
 
 import dataclasses
@@ -41,16 +43,13 @@ class Lease:
     """What a row holds of the cache.
 
     Attributes:
-      path: The cached pages of its tokens.
-      is_shared: For each of them, whether the row's page is the cache's; if not, the
-        row has the same tokens in a page of its own.
+      path: The first pages of the row, which the cache holds too.
       half_starts: By window, the first page whose half the row holds.
       source: The node whose state it starts from, until the copy is dispatched.
       is_open: Whether it was not released yet.
     """
 
     path: list[PageNode]
-    is_shared: list[bool]
     half_starts: list[int]
     source: PageNode | None = None
     is_open: bool = True
@@ -74,11 +73,14 @@ class Insertion:
       shares: By owner, pages of the row that the cache holds too from now on.
       dropped: Pages that these took the place of.
       unused_states: Checkpoints that the cache did not take over.
+      outlives: By sub-pool, how many pages of the row the cache holds too: they
+        outlive it.
     """
 
     shares: Mapping[str, Sequence[int]]
     dropped: Dropped
     unused_states: Sequence[Ids]
+    outlives: Mapping[str, int]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -135,17 +137,12 @@ class PrefixCache:
           match: What to hold; nothing was evicted since.
           num_tokens: Of the prompt, for the hit rate.
         """
-        depth, path = len(match.path), list(match.path)
+        depth, path = len(match.path), match.path
         if any(node.parent is None for node in path):
             raise ValueError("the match is stale: pin it before anything is evicted")
-        lease = Lease(
-            path=[],
-            is_shared=[],
-            half_starts=[
-                self.spec.tail_start(half, depth) for half in self.spec.windows
-            ],
-        )
-        self._extend(lease, path, [True] * depth)
+        starts = [self.spec.tail_start(half, depth) for half in self.spec.windows]
+        lease = Lease(path=[], half_starts=starts)
+        self._extend(lease, path)
         if path and self.spec.states:
             lease.source = path[-1]
             path[-1].state_pins += 1
@@ -155,17 +152,14 @@ class PrefixCache:
         self.num_hit_tokens += match.hit_len
         return lease
 
-    def _extend(
-        self, lease: Lease, nodes: Sequence[PageNode], is_shared: Sequence[bool]
-    ) -> None:
+    def _extend(self, lease: Lease, nodes: Sequence[PageNode]) -> None:
         """Pin more pages for a lease, with the halves that its row holds."""
-        for node, shared in zip(nodes, is_shared, strict=True):
+        for node in nodes:
             node.pins += 1
             for window, start in enumerate(lease.half_starts):
-                node.half_pins[window] += shared and node.depth > start
+                node.half_pins[window] += node.depth > start
             self.tree.update(node)
             lease.path.append(node)
-            lease.is_shared.append(shared)
 
     def finish_copy(self, lease: Lease) -> None:
         """Let go of the state that the row has its copy of."""
@@ -187,18 +181,19 @@ class PrefixCache:
 
     def _drop_half_pins(self, lease: Lease, window: int, stop: int) -> None:
         start = lease.half_starts[window]
-        pages = zip(lease.path[start:stop], lease.is_shared[start:stop], strict=True)
-        for node, is_shared in pages:
-            if is_shared:
-                node.half_pins[window] -= 1
-                self.tree.update(node)
+        for node in lease.path[start:stop]:
+            node.half_pins[window] -= 1
+            self.tree.update(node)
         lease.half_starts[window] = max(start, stop)
 
     def shared_pages(self, lease: Lease) -> dict[str, int]:
-        """Return the pages by sub-pool that outlive a row that gives back all."""
-        pages = dict.fromkeys(self.spec.owners, sum(lease.is_shared))
+        """Return the pages by sub-pool that outlive a row that is released now."""
+        return self._outliving(lease, [True] * len(lease.path))
+
+    def _outliving(self, lease: Lease, is_shared: Sequence[bool]) -> dict[str, int]:
+        pages = dict.fromkeys(self.spec.owners, sum(is_shared))
         for half, start in zip(self.spec.windows, lease.half_starts, strict=True):
-            pages[half.name] = sum(lease.is_shared[start:])
+            pages[half.name] = sum(is_shared[start:])
         return pages
 
     def insert(
@@ -211,8 +206,9 @@ class PrefixCache:
         """Keep what a row computed, up to the last place where a prefix can end.
 
         All or nothing: what a match could not use is not kept. The cache shares the
-        row's pages, the row goes on with them. A page that lost halves which the
-        row's page has gives its place to it.
+        row's pages, the row goes on with them. Where it has the same tokens in a page
+        of its own, the row's page takes its place, if no row uses the old one and no
+        half is lost; if not, the insertion ends before it.
 
         Args:
           lease: Of the row, advanced to the tokens that it has in the pool.
@@ -227,17 +223,70 @@ class PrefixCache:
         states = dict(states or {})
         self._require(lease, tokens, pages, states)
         would_be = self._after_insertion(lease, tokens, pages, states)
+        num_own = next(
+            (
+                column
+                for column, page in enumerate(would_be)
+                if page.ids != tuple(pages[column])
+            ),
+            len(would_be),
+        )
+        path, shares, dropped = self._keep(would_be[:num_own], tokens, states)
+        self._extend(lease, path[len(lease.path) :])
+        return Insertion(
+            shares=shares,
+            dropped=dropped,
+            unused_states=list(states.values()),
+            outlives=self.shared_pages(lease),
+        )
+
+    def finish(
+        self,
+        lease: Lease,
+        tokens: Sequence[int],
+        pages: Sequence[Ids],
+        states: Mapping[int, Ids] | None = None,
+    ) -> Insertion:
+        """Keep what a row computed and release its lease.
+
+        The row gives back its pages after what the insertion asks for. As ``insert``,
+        but goes on beyond pages that the cache has already.
+        """
+        states = dict(states or {})
+        self._require(lease, tokens, pages, states)
+        would_be = self._after_insertion(lease, tokens, pages, states)
+        path, shares, dropped = self._keep(would_be, tokens, states)
+        is_shared = [
+            node.ids == tuple(ids) for node, ids in zip(path, pages, strict=False)
+        ]
+        is_shared[: len(lease.path)] = [True] * len(lease.path)
+        outlives = self._outliving(lease, is_shared)
+        self.release(lease)
+        return Insertion(
+            shares=shares,
+            dropped=dropped,
+            unused_states=list(states.values()),
+            outlives=outlives,
+        )
+
+    def _keep(
+        self, would_be: list[_Page], tokens: Sequence[int], states: dict[int, Ids]
+    ) -> tuple[list[PageNode], dict[str, list[int]], Dropped]:
+        """Make a path what it would be, as far as a match can use it.
+
+        Returns:
+          The path, what to share, what was dropped; ``states`` keeps what is unused.
+        """
         depths = set(
             self.tree.usable_depths(
                 (page.halves for page in would_be),
                 (page.state is not None for page in would_be),
             )
         )
-        would_be = would_be[: max(depths, default=0)]
         shares: dict[str, list[int]] = {}
-        dropped, path, ends = Dropped(), [], []
+        path, dropped, ends = [], Dropped(), []
         keys = self.tree.pages_of(tokens)
-        for page, key in zip(would_be, keys, strict=False):
+        for page, key in zip(would_be[: max(depths, default=0)], keys, strict=False):
             node = page.node
             if node is None:
                 parent = path[-1] if path else self.tree.root
@@ -252,20 +301,12 @@ class PrefixCache:
                 node.state = states.pop(len(path) * self.spec.page_size)
                 ends.append(node)
             self.tree.update(node)
-        first = len(lease.path)
-        is_shared = [
-            node.ids == tuple(ids)
-            for node, ids in zip(path[first:], pages[first:], strict=False)
-        ]
-        self._extend(lease, path[first:], is_shared)
         # The same prompt again ends before its last token, a longer one after it.
         last_page = self.spec.last_end(len(tokens)) // self.spec.page_size
         for end in (last_page, len(path)):
             ends += self.tree.usable_on(path[:end])[-1:]
         self.tree.touch(ends)
-        return Insertion(
-            shares=shares, dropped=dropped, unused_states=list(states.values())
-        )
+        return path, shares, dropped
 
     def _require(
         self,
@@ -306,11 +347,11 @@ class PrefixCache:
                 page = _Page(node=None, ids=ids, halves=own, state=state)
             else:
                 node = path[column]
-                has_more = own != node.halves and all(
+                has_all = all(
                     mine or not its for mine, its in zip(own, node.halves, strict=True)
                 )
                 # Rows that use the old page would have to be told.
-                is_replaced = has_more and not node.pins
+                is_replaced = has_all and not node.pins
                 page = _Page(
                     node=node,
                     ids=ids if is_replaced else node.ids,
@@ -339,7 +380,6 @@ class PrefixCache:
             node.pins -= 1
             self.tree.update(node)
         lease.path.clear()
-        lease.is_shared.clear()
         lease.is_open = False
 
     def evict(self, fits: Fits) -> Dropped | None:
