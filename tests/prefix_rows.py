@@ -147,7 +147,7 @@ class CachedRows:
         """Look up, pin, allocate, in this order; None if there is no room."""
         spec, pool = self.spec, self.pool
         match = self.cache.match(tokens)
-        lease = self.cache.pin(match, len(tokens))
+        lease = self.cache.pin(match)
         hit_pages = len(match.path)
         num_new = -(-len(tokens) // spec.page_size) - hit_pages
         if not self.make_room(self.needs(num_new, 1)):

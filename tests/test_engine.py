@@ -33,7 +33,6 @@ def _count_compiles(event, *_, **__):
         compiled.append(event)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_crowded_pool_changes_no_token(family):
     run = engine(family)
@@ -46,7 +45,6 @@ def test_a_crowded_pool_changes_no_token(family):
     assert stats.num_tokens == sum(NUM_NEW)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_request_at_a_time(family):
     run = engine(family)
@@ -56,7 +54,6 @@ def test_one_request_at_a_time(family):
     assert run.stats().num_retractions == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_static_pool_gives_the_same_tokens(family):
     run = engine(family, config=static_config(family))
@@ -167,7 +164,6 @@ def test_abort_frees_everything_and_changes_no_other():
         assert found == (expected[: len(found)] if name in aborted else expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["kimi_linear", "hybrid"])
 def test_random_arrivals_and_aborts_leak_nothing(family):
     rng = np.random.default_rng(1)
@@ -220,7 +216,6 @@ def test_priorities_come_first():
     assert order == [high, *low]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["kimi_linear"])
 def test_drawn_tokens_depend_on_the_seed_and_not_on_the_batch(family):
     params = [

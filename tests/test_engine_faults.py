@@ -118,7 +118,6 @@ def test_a_step_that_always_raises_ends_everyone():
     assert found == [[]] * len(names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_decode", [False, True])
 def test_out_of_memory_turns_to_a_smaller_step(is_decode):
     config = dataclasses.replace(

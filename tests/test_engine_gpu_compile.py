@@ -45,7 +45,6 @@ def require_in_place(program, donated):
     assert pool_sized_copies(program.hlo_text, 256 << 20) == []
 
 
-@pytest.mark.slow
 @requires_h200_compiler
 @pytest.mark.parametrize("decode_steps", [1, 3, None])
 def test_a_step_is_in_place(decode_steps):

@@ -11,7 +11,6 @@ PASSES = dataclasses.replace(CONFIG, decode_steps=5)
 BYTES = {"kimi_linear": 180_000, "gemma3": 520_000}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["kimi_linear", "gemma3"])
 def test_passes_change_no_token(family):
     run = engine(family, pool_bytes=BYTES[family], config=PASSES)
@@ -22,7 +21,6 @@ def test_passes_change_no_token(family):
     assert stats.num_steps < sum(map(len, found)) / 5
 
 
-@pytest.mark.slow
 def test_a_row_that_stops_between_passes():
     run = engine("kimi_linear", pool_bytes=BYTES["kimi_linear"], config=PASSES)
     expected = plain_tokens("kimi_linear")

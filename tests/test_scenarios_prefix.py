@@ -518,7 +518,7 @@ def test_the_mirror_answers_what_eviction_asks(is_unified):
     for session, first in enumerate((1, 5, 9)):
         tokens = [session] * 128
         pages = [(page,) for page in range(first, first + 4)]
-        lease = cache.pin(cache.match(tokens), len(tokens))
+        lease = cache.pin(cache.match(tokens))
         done = cache.insert(lease, tokens, pages, {128: (session + 1,)})
         assert not done.unused_states
         cache.release(lease)

@@ -68,7 +68,6 @@ def test_stream_gives_whole_characters():
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_reference():
     prompts = golden()["prompts"]
     loaded = load_gguf(find_smollm2(), dtype="float32", progress=False)

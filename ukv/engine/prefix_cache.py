@@ -99,16 +99,12 @@ class PrefixCache:
     Attributes:
       spec: The components of a prefix.
       tree: All cached pages.
-      num_prompt_tokens: Tokens of the prompts that were looked up and pinned.
-      num_hit_tokens: Those of them that were cached.
     """
 
     def __init__(self, spec: PrefixSpec) -> None:
         """Start empty."""
         self.spec = spec
         self.tree = RadixTree(spec)
-        self.num_prompt_tokens = 0
-        self.num_hit_tokens = 0
 
     def match(self, tokens: Sequence[int], *, num_computed: int = 1) -> Match:
         """Return the longest usable prefix; changes nothing.
@@ -128,14 +124,13 @@ class PrefixCache:
             full_len=len(path) * self.spec.page_size,
         )
 
-    def pin(self, match: Match, num_tokens: int) -> Lease:
+    def pin(self, match: Match) -> Lease:
         """Hold a match for a row; the device shares its pages with the row.
 
         A row that starts with nothing gets a lease too.
 
-        Args:
-          match: What to hold; nothing was evicted since.
-          num_tokens: Of the prompt, for the hit rate.
+        Raises:
+          ValueError: Something of the match was evicted since.
         """
         depth, path = len(match.path), match.path
         if any(node.parent is None for node in path):
@@ -148,8 +143,6 @@ class PrefixCache:
             path[-1].state_pins += 1
             self.tree.update(path[-1])
         self.tree.touch(path[-1:])
-        self.num_prompt_tokens += num_tokens
-        self.num_hit_tokens += match.hit_len
         return lease
 
     def _extend(self, lease: Lease, nodes: Sequence[PageNode]) -> None:
