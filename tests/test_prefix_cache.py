@@ -391,6 +391,26 @@ def test_the_oldest_prefix_goes_first_and_from_its_end():
     assert order == [4, 6, 5, 3, 2, 1]
 
 
+def test_a_branch_that_others_hit_outlives_those_that_do_not():
+    rows = new_rows(STATES, states=20)
+    rows.run(tokens_of(STATES, [1, 2], more=1))
+    for session in (3, 4, 5, 6):
+        rows.run(tokens_of(STATES, [session, session], more=1))
+    row = rows.start(tokens_of(STATES, [1, 2, 7]), has_checkpoints=False)
+    assert row is not None
+    rows.finish(row, is_kept=False)
+    pool, cache = rows.pool, rows.cache
+    for lost in range(1, 5):
+        dropped = cache.evict(pool.fits({"kda": pool.free("kda") + 1}))
+        assert dropped is not None
+        pool.drop(dropped)
+        hits = [
+            cache.match(tokens_of(STATES, [session, session + (session == 1)], 1))
+            for session in (3, 4, 5, 6, 1)
+        ]
+        assert [match.hit_len for match in hits] == [0] * lost + [64] * (5 - lost)
+
+
 def test_nothing_goes_when_all_would_not_be_enough():
     rows = new_rows(STATES, pages=10, states=3)
     rows.run(tokens_of(STATES, [1, 2, 3, 4], more=1))
