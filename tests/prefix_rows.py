@@ -159,7 +159,7 @@ class CachedRows:
                 pool.share(name, page)
         source = lease.state
         row = Row(
-            tokens=list(tokens),
+            tokens=list(tokens[: match.hit_len]),
             lease=lease,
             hit_len=match.hit_len,
             pages=pages,
@@ -176,12 +176,16 @@ class CachedRows:
             row.half_starts[window] = start
         self.cache.finish_copy(lease)
         row.pages += [pool.new_page() for _ in range(num_new)]
-        if has_checkpoints:
-            for end in spec.checkpoint_ends(len(tokens), match.full_len):
-                if end > match.hit_len and self.make_room(self.needs(0, 1)):
-                    row.checkpoints[end] = pool.new_state()
-        self._advance(row)
         self.rows.append(row)
+        ends = spec.chunk_ends(len(tokens), match.full_len) if has_checkpoints else ()
+        for end in [end for end in ends if end > match.hit_len]:
+            row.tokens = list(tokens[:end])
+            self._advance(row)
+            if spec.states and self.make_room(self.needs(0, 1)):
+                row.checkpoints[end] = pool.new_state()
+            self.insert(row)
+        row.tokens = list(tokens)
+        self._advance(row)
         return row
 
     def grow(self, row, tokens):
@@ -205,10 +209,11 @@ class CachedRows:
 
     def insert(self, row):
         done = self.cache.insert(row.lease, row.tokens, row.pages, row.checkpoints)
-        self._carry_out(row, done)
+        self.carry_out(row, done)
         return done
 
-    def _carry_out(self, row, done):
+    def carry_out(self, row, done):
+        """Do what the cache asks for after an insertion."""
         for name, pages in done.shares.items():
             for page in pages:
                 self.pool.share(name, page)
@@ -224,7 +229,7 @@ class CachedRows:
         if is_kept:
             done = self.cache.finish(lease, row.tokens, row.pages, row.checkpoints)
             outlives = done.outlives
-            self._carry_out(row, done)
+            self.carry_out(row, done)
         else:
             outlives = self.cache.shared_pages(lease)
             self.cache.release(lease)

@@ -18,12 +18,12 @@ from ukv.spec import SlidingWindowSpec, kda_state_spec
 FULL = PrefixSpec(page_size=4, owners=("full",))
 STATES = PrefixSpec(page_size=32, owners=("mla",), states=("kda",))
 WINDOW = PrefixSpec(
-    page_size=4, owners=("full",), windows=(WindowHalf(name="swa", size=7),)
+    page_size=4, owners=("full",), windows=(WindowHalf(name="swa", size=6),)
 )
 WIDE_PAGES = PrefixSpec(
     page_size=8,
     owners=("full",),
-    windows=(WindowHalf(name="swa", size=3), WindowHalf(name="wide", size=12)),
+    windows=(WindowHalf(name="swa", size=3), WindowHalf(name="wide", size=10)),
 )
 HYBRID = PrefixSpec(
     page_size=32,
@@ -77,6 +77,8 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
             drop(dropped)
 
         self.rows.pool.drop = drop_and_note
+        self.carry_out_on_pool = self.rows.carry_out
+        self.rows.carry_out = self.carry_out
         self.slots: dict[int, tuple[int, ...]] = {}
 
     def note_drop(self, dropped):
@@ -127,9 +129,10 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
         row = self.rows.start(tokens, has_checkpoints=has_checkpoints)
         if row is not None:
             assert row.hit_len == expected
-            assert row.lease.path == self.rows.cache.tree.path(tokens[:expected])
+            path = self.rows.cache.tree.path(tokens[:expected])
+            assert row.lease.path[: len(path)] == path
             if is_over:
-                self.keep(row, is_over=True)
+                self.rows.finish(row)
 
     @stateful.rule(which=st.integers(0, 9), symbols=st.lists(st.integers(0, 1)))
     def grow(self, which, symbols):
@@ -141,12 +144,13 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(which=st.integers(0, 9), is_over=st.booleans())
     def insert(self, which, is_over):
         if self.rows.rows:
-            self.keep(self.rows.rows[which % len(self.rows.rows)], is_over)
+            row = self.rows.rows[which % len(self.rows.rows)]
+            _ = self.rows.finish(row) if is_over else self.rows.insert(row)
 
-    def keep(self, row, is_over):
-        checkpoints = dict(row.checkpoints)
+    def carry_out(self, row, done):
+        """Note an insertion before the device hears of it."""
+        self.note_drop(done.dropped)
         size, before = self.spec.page_size, set(self.model)
-        done = self.rows.finish(row) if is_over else self.rows.insert(row)
         owner = self.spec.owners[0]
         columns = {ids[0]: column for column, ids in enumerate(row.pages)}
         for page in done.shares.get(owner, ()):
@@ -158,16 +162,16 @@ class PrefixMachine(stateful.RuleBasedStateMachine):
             }
             had = key in self.slots.values()
             self.model[key] = Entry(page, halves, had)
-        for end, ids in checkpoints.items():
+        for end, ids in row.checkpoints.items():
             if ids not in done.unused_states:
                 key = tuple(row.tokens[:end])
                 assert not self.model[key].has_state
                 self.model[key].has_state = True
                 self.slots[ids[0]] = key
-        added = len(set(self.model) - before)
-        kept = self.best(row.tokens, len(row.tokens))
         # Nothing new lies beyond what a match can use.
-        assert not added or kept >= max(map(len, set(self.model) - before))
+        added = max(map(len, set(self.model) - before), default=0)
+        assert self.best(row.tokens, len(row.tokens)) >= added
+        self.carry_out_on_pool(row, done)
 
     @stateful.rule(which=st.integers(0, 9))
     def lose(self, which):
@@ -316,6 +320,19 @@ def test_the_spec_follows_the_layout():
     specs = kda_mla_specs(48)
     layout = unified_layout(specs, pool_bytes=packed_bytes(specs, {"mla": 9}))
     assert PrefixSpec.of(layout).grid == 192
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 7])
+def test_a_tail_is_what_the_next_token_sees(page_size):
+    for size in range(1, 20):
+        half = WindowHalf(name="swa", size=size)
+        spec = PrefixSpec(page_size=page_size, owners=("full",), windows=(half,))
+        for num_pages in range(9):
+            seen = range(
+                max(num_pages * page_size - size + 1, 0), num_pages * page_size
+            )
+            first = min((token // page_size for token in seen), default=num_pages)
+            assert spec.tail_start(half, num_pages) == first
 
 
 def test_a_window_with_ids_of_its_own_is_a_page():

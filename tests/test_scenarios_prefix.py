@@ -189,7 +189,7 @@ def test_scenario_56_checkpoints_lie_on_absolute_depths(page_size):
     grid = max(page_size, 64)
     assert spec.last_end(605) == 605 // grid * grid
     for prefix in range(0, spec.last_end(605), grid):
-        for end in spec.checkpoint_ends(605, prefix):
+        for end in spec.chunk_ends(605, prefix):
             assert end % page_size == 0
             assert (end - prefix) % 64 == 0
 
@@ -227,7 +227,7 @@ def test_scenario_61_a_branch_without_state_gets_one():
     rows.run(a_b_c)
     match = rows.cache.match(a_b_d)
     assert (match.hit_len, match.full_len) == (0, 128)
-    assert GRID_64.checkpoint_ends(len(a_b_d), match.full_len) == [128, 192]
+    assert GRID_64.chunk_ends(len(a_b_d), match.full_len) == [128, 192]
     assert rows.run(a_b_d) == 0
     assert rows.run(tokens_of(GRID_64, [1, 2, 5], more=1)) == 128
     # The prompt that ends at the branch computes its last token.
@@ -249,8 +249,7 @@ def test_scenario_63_recompute_from_the_state_and_leave_one_at_the_branch():
     prompt = list(range(4000))
     row = rows.start(prompt[:2049])
     assert row is not None
-    assert sorted(row.checkpoints) == [2048]
-    rows.insert(row)
+    assert rows.cache.match(prompt[:2049]).hit_len == 2048
     # Pages up to 3,000 are of the same row, whose next state lies beyond the branch.
     assert rows.grow(row, prompt[2049:3200])
     row.checkpoints[3200 // 64 * 64] = rows.pool.new_state()
@@ -259,7 +258,7 @@ def test_scenario_63_recompute_from_the_state_and_leave_one_at_the_branch():
     match = rows.cache.match(branch)
     assert match.hit_len == 2048
     assert match.full_len == 3000 // 64 * 64 == 2944
-    assert GRID_64.checkpoint_ends(len(branch), match.full_len) == [2944, 3456]
+    assert GRID_64.chunk_ends(len(branch), match.full_len) == [2944, 3456]
     rows.run(branch)
     assert rows.cache.match([*prompt[:2944], 7]).hit_len == 2944
 
@@ -394,13 +393,12 @@ def test_scenario_b59_a_checkpoint_that_was_not_written_is_not_kept():
     # The row knows which slots a step wrote, and hands in no others.
     rows = new_rows(GRID_64)
     prompt = tokens_of(GRID_64, [1, 2, 3], more=1)
-    row = rows.start(prompt)
+    row = rows.start(prompt, has_checkpoints=False)
     assert row is not None
-    unwritten, row.checkpoints = row.checkpoints, {}
     done = rows.insert(row)
     assert not done.shares
     assert rows.cache.match(prompt).hit_len == 0
-    row.checkpoints = unwritten
+    row.checkpoints = {192: rows.pool.new_state()}
     rows.finish(row)
     assert rows.cache.match(prompt).hit_len == 192
 

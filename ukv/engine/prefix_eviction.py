@@ -105,7 +105,7 @@ def evict(tree: RadixTree, fits: Fits) -> Dropped | None:
       What to free before the allocation, nothing if it fits anyway; None if eviction
       cannot make it fit, and then nothing was dropped.
     """
-    dropped, retired = Dropped(), []
+    dropped = Dropped()
     if fits({}):
         return dropped
     every = range(tree.num_components)
@@ -115,12 +115,11 @@ def evict(tree: RadixTree, fits: Fits) -> Dropped | None:
     for component in reversed(every):
         others = [other for other in every if other != component]
         while not fits(_with_evictable(tree, dropped, others)):
-            if not _drop_one(tree, dropped, retired, [component]):
+            if not _drop_one(tree, dropped, [component]):
                 break
     while not fits(dropped.num_pages):
-        if not _drop_one(tree, dropped, retired, every):
+        if not _drop_one(tree, dropped, every):
             break
-    _keep_usable(tree, retired)
     return dropped
 
 
@@ -134,41 +133,22 @@ def _with_evictable(
     return counts
 
 
-def _drop_one(
-    tree: RadixTree,
-    dropped: Dropped,
-    retired: list[PageNode],
-    components: Sequence[int],
-) -> bool:
+def _drop_one(tree: RadixTree, dropped: Dropped, components: Sequence[int]) -> bool:
     """Drop one thing of some components; False if there is none."""
     while True:
         for component in components:
             if tree.loose[component]:
                 dropped.add_loose(tree, component)
                 return True
-        anchor = tree.pop_oldest_anchor()
-        if anchor is None:
+        # It may free nothing here, say because a row uses it. What it held is loose
+        # then, and goes before what is newer, unless the prefix is used again.
+        if tree.pop_oldest_anchor() is None:
             return False
-        retired.append(anchor)
-
-
-def _keep_usable(tree: RadixTree, anchors: list[PageNode]) -> None:
-    """Make those anchors again that lost nothing after all."""
-    has_more = bool(tree.spec.windows or tree.spec.states)
-    for anchor in anchors:
-        # A page that a longer prefix needs is needed anyway.
-        is_of_use = has_more or not anchor.num_needed
-        if is_of_use and anchor.parent is not None and tree.is_usable(anchor):
-            tree.set_anchor(anchor, is_anchor=True)
 
 
 def drop_all(tree: RadixTree) -> Dropped:
     """Drop all that is not pinned."""
-    dropped, anchors = Dropped(), []
-    while (anchor := tree.pop_oldest_anchor()) is not None:
-        anchors.append(anchor)
-    for component in range(tree.num_components):
-        while tree.loose[component]:
-            dropped.add_loose(tree, component)
-    _keep_usable(tree, anchors)
+    dropped = Dropped()
+    while _drop_one(tree, dropped, range(tree.num_components)):
+        pass
     return dropped

@@ -107,14 +107,19 @@ class PrefixSpec:
         first_token = context_len - window.size - self.grid + 1
         return max(first_token, 0) // self.page_size
 
-    def checkpoint_ends(self, prompt_len: int, full_len: int) -> Sequence[int]:
-        """Return where a prompt leaves checkpoints: its end, and where it branches.
+    def chunk_ends(self, prompt_len: int, full_len: int) -> Sequence[int]:
+        """Return where a prefill ends a chunk, inserts, and leaves its states if any.
+
+        That is where it branches from what is cached, so that the next branch hits,
+        and for states the end of the prompt. A prefix of pages alone can end anywhere.
 
         Args:
           prompt_len: Tokens of the prompt.
           full_len: Tokens whose pages are cached, whether usable or not.
         """
-        if not self.states:
-            return ()
-        branch = min(full_len, prompt_len) // self.grid * self.grid
-        return sorted({branch, self.last_end(prompt_len)} - {0})
+        ends = set()
+        if self.states or self.windows:
+            ends.add(min(full_len, prompt_len) // self.grid * self.grid)
+        if self.states:
+            ends.add(self.last_end(prompt_len))
+        return sorted(ends - {0})
