@@ -428,6 +428,20 @@ def test_a_branch_that_others_hit_outlives_those_that_do_not():
         assert [match.hit_len for match in hits] == [0] * lost + [64] * (5 - lost)
 
 
+def test_of_one_row_the_branch_outlives_the_end():
+    rows = new_rows(STATES)
+    tokens = tokens_of(STATES, [1, 2, 3, 4, 5, 6], more=1)
+    row = rows.start(tokens, has_checkpoints=False)
+    assert row is not None
+    row.checkpoints = {end: rows.pool.new_state() for end in (64, 192)}
+    rows.finish(row)
+    assert rows.cache.match(tokens).hit_len == 192
+    pool = rows.pool
+    dropped = rows.cache.evict(pool.fits({"kda": pool.free("kda") + 1}))
+    assert dropped is not None
+    assert rows.cache.match(tokens).hit_len == 64
+
+
 def test_nothing_goes_when_all_would_not_be_enough():
     rows = new_rows(STATES, pages=10, states=3)
     rows.run(tokens_of(STATES, [1, 2, 3, 4], more=1))
