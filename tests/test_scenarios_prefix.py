@@ -1,7 +1,6 @@
 """Reported failures of other prefix caches, replayed on ours; named by their numbers.
 
-What needs an engine or a device is tested there: B23 and B29 to B31 with the steps,
-B45, B49 and B57 with the scheduler, B60 to B62 and B70 with the state ops.
+What needs an engine or a device is not here: B23, B29, B45, B49, B57, B60 to B62, B70.
 """
 
 import pytest
