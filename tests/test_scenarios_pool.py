@@ -663,7 +663,8 @@ def test_scenario_b37_ids_are_read_when_free_is_called():
     batch = np.zeros(pools.NUM_IDS, np.int32)
     for virtual in ids["latent"]:
         batch[0] = virtual
-        state = pools.free(state, VirtualPages(ids=batch, space="latent"))
+        # A copy: JAX may read a NumPy argument only when the program runs.
+        state = pools.free(state, VirtualPages(ids=jnp.array(batch), space="latent"))
         # The caller uses its array again at once.
         batch[0] = 99
     assert errors(state) == {}
