@@ -664,7 +664,7 @@ def test_scenario_b37_ids_are_read_when_free_is_called():
     for virtual in ids["latent"]:
         batch[0] = virtual
         # A copy: JAX may read a NumPy argument only when the program runs.
-        state = pools.free(state, VirtualPages(ids=jnp.array(batch), space="latent"))
+        state = pools.free(state, VirtualPages(ids=batch.copy(), space="latent"))
         # The caller uses its array again at once.
         batch[0] = 99
     assert errors(state) == {}
