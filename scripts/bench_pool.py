@@ -1,4 +1,4 @@
-"""Times the pool on a GPU: page moves, read tables, decode allocation, far pages.
+"""Times the pool on a GPU: read tables, decode allocation, far pages.
 
 Each result is checked before it is timed, and the ceilings of the card are measured
 in the same run.
@@ -16,16 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from pallas_kernels import page_copy
 from scripts import benchmarking
 from scripts.benchmarking import GIB, Result
 from ukv.allocator import alloc, alloc_decode, alloc_extend, raise_on_error
-from ukv.ids import KernelBlocks, PhysicalPages, VirtualPages
+from ukv.ids import KernelBlocks, VirtualPages
 from ukv.layout import unified_layout
 from ukv.ops import write_kv
 from ukv.pool import (
     PoolState,
-    copy_pages,
     create_pool,
     read_entries,
     write_entries,
@@ -59,109 +57,6 @@ def kimi_specs(num_mla_layers: int = 7, page_size: int = 64) -> list:
             conv_width=4,
         ),
     ]
-
-
-def _fill(state: PoolState) -> PoolState:
-    """Return the pool with the row's number in every row of its buffer."""
-
-    def rows(buffer: jax.Array) -> jax.Array:
-        number = jnp.arange(buffer.shape[0], dtype=jnp.uint32)
-        return jnp.broadcast_to(number[:, None], buffer.shape)
-
-    filled = jax.jit(rows, donate_argnums=0)(state.buffers[0])
-    return state.replace(buffers=(filled,))
-
-
-def bench_page_move(name: str, specs: list, moved_bytes: int, pool_bytes: int):
-    """Yield a result per implementation for moves of ``name``'s pages."""
-    layout = unified_layout(specs, pool_bytes=pool_bytes)
-    sub = layout.sub_pool(name)
-    count = max(min(moved_bytes // sub.page_bytes, sub.num_pages // 2 - 1), 1)
-    rng = np.random.default_rng(0)
-    pages = rng.permutation(sub.num_pages)[: 2 * count].astype(np.int32)
-    src, dst = pages[:count], pages[count:]
-    row_bytes = 4 * layout.buffer_words[0]
-    page_rows = sub.page_bytes // row_bytes
-    base_rows = sub.base_bytes // row_bytes
-    is_gpu = jax.devices()[0].platform == "gpu"
-    kinds = ["mosaic_gpu", "mosaic_gpu/vector", "triton", "xla"] if is_gpu else ["xla"]
-    for kind in kinds:
-        if kind == "mosaic_gpu/vector":
-            config = page_copy.PageCopyConfig(kernel="vector")
-
-            def move(buffers, src, dst, config=config):
-                return (
-                    page_copy.copy_pages(
-                        buffers[0],
-                        src,
-                        dst,
-                        jnp.int32(count),
-                        page_words=sub.page_bytes // 4,
-                        base_words=sub.base_bytes // 4,
-                        config=config,
-                    ),
-                )
-        else:
-
-            def move(buffers, src, dst, kind=kind):
-                return copy_pages(
-                    buffers,
-                    layout,
-                    sub,
-                    PhysicalPages(ids=src, sub_pool=name),
-                    PhysicalPages(ids=dst, sub_pool=name),
-                    jnp.int32(count),
-                    implementation=kind,
-                )
-
-        step = jax.jit(move, donate_argnums=0)
-        state = _fill(create_pool(layout))
-        buffers = step(state.buffers, jnp.asarray(src), jnp.asarray(dst))
-        del state
-        sample = rng.integers(0, count, 64)
-        offset = rng.integers(0, page_rows, 64)
-        found = buffers[0][jnp.asarray(base_rows + dst[sample] * page_rows + offset), 0]
-        wanted = base_rows + src[sample].astype(np.int64) * page_rows + offset
-        error = float(np.sum(np.asarray(found).astype(np.int64) != wanted))
-        held = {"buffers": buffers}
-        # There and back, so that every call moves between the same two sets.
-        ends = [
-            (jnp.asarray(src), jnp.asarray(dst)),
-            (jnp.asarray(dst), jnp.asarray(src)),
-        ]
-        turn = [0]
-
-        def call(step=step, held=held, ends=ends, turn=turn):
-            turn[0] ^= 1
-            held["buffers"] = step(held["buffers"], *ends[turn[0]])
-            return held["buffers"]
-
-        us = benchmarking.median_us(call, repeats=7, inner=20)
-        temp = step.lower(buffers_struct(layout), *ends[0]).compile()
-        analysis = temp.memory_analysis()
-        yield Result(
-            op="page_move",
-            implementation=kind,
-            shape={
-                "sub_pool": name,
-                "page_bytes": sub.page_bytes,
-                "pages": count,
-                "pool_bytes": layout.pool_bytes,
-                "temp_bytes": int(analysis.temp_size_in_bytes),
-            },
-            us=us,
-            gbps=2 * count * sub.page_bytes / us / 1e3,
-            error=error,
-        )
-        held.clear()
-        del buffers
-
-
-def buffers_struct(layout) -> tuple:
-    """Return the shapes of a unified pool's buffers."""
-    words = layout.buffer_words[0]
-    shape = (layout.buffer_bytes[0] // (4 * words), words)
-    return (jax.ShapeDtypeStruct(shape, jnp.uint32),)
 
 
 def _full_rows(state: PoolState, rows: int, width: int):
@@ -396,18 +291,6 @@ def main() -> None:
         num_bytes=GIB // 64 if small else 4 * GIB, size=256 if small else 8192
     )
     rows, width = (4, 16) if small else (256, 2048)
-    steps = []
-    moves = [("mla", kimi_specs(1)), ("mla", kimi_specs(7)), ("kda", kimi_specs(7))]
-    for name, specs in moves:
-        steps.append(
-            ft.partial(
-                bench_page_move,
-                name,
-                specs,
-                GIB // 16 if small else GIB,
-                small_bytes if small else 12 * GIB,
-            )
-        )
     pool_bytes = small_bytes if small else 8 * GIB
     table_bytes = small_bytes if small else rows * width * 73_728 + GIB
     single = [
@@ -418,8 +301,6 @@ def main() -> None:
     if not small:
         single[0] = ft.partial(bench_read_table, rows, width, table_bytes, 32)
     try:
-        for step in tqdm(steps, desc="page moves"):
-            results.extend(step())
         for step in tqdm(single, desc="state"):
             results.append(step())
     finally:

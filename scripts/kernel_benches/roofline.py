@@ -1,0 +1,60 @@
+"""Draws measured cases under the roofline of the card."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import matplotlib as mpl
+import numpy as np
+
+from scripts.benchmarking import Result
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def draw(
+    results: Sequence[Result],
+    intensities: Sequence[float],
+    ceilings: Mapping[str, float],
+    title: str,
+    path: pathlib.Path,
+) -> None:
+    """Draw attained TFLOP/s over FLOP per byte, with both ceilings.
+
+    Args:
+      results: Measured cases; those without a time are left out.
+      intensities: FLOP per byte that must move, for each result.
+      ceilings: ``read_gbps`` and ``matmul_tflops`` of the same run.
+      title: Above the plot.
+      path: Image to write; its ending chooses the format.
+    """
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    points = [
+        (result, intensity)
+        for result, intensity in zip(results, intensities, strict=True)
+        if result.tflops and intensity > 0
+    ]
+    low = min([intensity for _, intensity in points], default=0.1) / 2
+    high = max([intensity for _, intensity in points], default=1e3) * 2
+    x = np.geomspace(low, max(high, 1e3), 200)
+    roof = np.minimum(x * ceilings["read_gbps"] / 1e3, ceilings["matmul_tflops"])
+    axes.plot(x, roof, color="black", linewidth=1, label="read and matmul ceilings")
+    groups = sorted({(result.op, result.implementation) for result, _ in points})
+    for op, implementation in groups:
+        mine = [
+            (intensity, result.tflops)
+            for result, intensity in points
+            if (result.op, result.implementation) == (op, implementation)
+        ]
+        axes.scatter(*zip(*mine, strict=True), s=24, label=f"{op}, {implementation}")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP per byte",
+        ylabel="TFLOP/s",
+        title=title,
+    )
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)

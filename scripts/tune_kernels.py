@@ -1,0 +1,130 @@
+"""Measures kernel configurations and keeps the best of each shape, with its evidence.
+
+Nothing else writes the table, and nothing is tuned while a model runs. A configuration
+whose result is wrong is thrown out; the default stays unless another is faster by more
+than the noise.
+
+    python scripts/tune_kernels.py --op gqa_decode
+    python scripts/tune_kernels.py --dry-run    # measure and print, write nothing
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from pallas_kernels.tuning import tuned_path
+from scripts import benchmarking
+from scripts.benchmarking import Result
+from scripts.kernel_benches.case import BenchCase, WrongResultError, measure
+from scripts.kernel_benches.registry import all_cases, select
+from ukv.errors import UnsupportedError
+
+LEAST_GAIN = 0.02
+"""A configuration must be faster by this share, or the default stays."""
+
+NOT_IN_KEY = ("batch", "context", "tokens", "rows")
+"""Shape keys that do not change the kernel; the batch is kept beside the key."""
+
+
+def _try(case: BenchCase, implementation, config: Any) -> Result | None:
+    try:
+        return measure(case, implementation, config=config)
+    except (WrongResultError, UnsupportedError, ValueError) as error:
+        print(f"{config}: {error}", file=sys.stderr)
+    except jax.errors.JaxRuntimeError as error:
+        # A configuration may ask for more shared memory than there is.
+        print(f"{config}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return None
+
+
+def tune(case: BenchCase, implementation, facts: dict) -> dict[str, Any] | None:
+    """Return the table's entry for a case, or None if the default is best.
+
+    Args:
+      case: The case, with ``configs`` for ``implementation``.
+      implementation: Who runs it.
+      facts: What the evidence says of device, versions and commit.
+    """
+    default = _try(case, implementation, None)
+    best: tuple[Result, Any] | None = None
+    for config in tqdm(case.configs[implementation], desc=str(case), leave=False):
+        result = _try(case, implementation, config)
+        if result is not None and (best is None or result.us < best[0].us):
+            best = result, config
+    if best is None:
+        return None
+    result, config = best
+    if default is not None and result.us > default.us * (1 - LEAST_GAIN):
+        return None
+    return {
+        "op": case.op,
+        "implementation": implementation,
+        "key": {k: v for k, v in case.shape.items() if k not in NOT_IN_KEY},
+        "batch": case.shape.get("batch", case.shape.get("rows", 1)),
+        "config": dataclasses.asdict(config),
+        "evidence": {
+            "shape": dict(case.shape),
+            "us": result.us,
+            "default_us": default and default.us,
+            "error": result.error,
+            "tried": len(case.configs[implementation]),
+            **{k: facts[k] for k in ("driver", "versions", "commit", "command")},
+        },
+    }
+
+
+def merge(path: pathlib.Path, device: str, found: list[dict[str, Any]]) -> None:
+    """Put entries into a device's table, in place of those of the same shape."""
+    table = {"device": device, "entries": []}
+    if path.is_file():
+        table = json.loads(path.read_text())
+
+    def name(entry: dict[str, Any]) -> str:
+        named = (entry["op"], entry["implementation"], entry["key"], entry["batch"])
+        return json.dumps(named, sort_keys=True)
+
+    entries = {name(entry): entry for entry in [*table["entries"], *found]}
+    table["entries"] = [entries[key] for key in sorted(entries)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def main() -> None:
+    """Tune, print what was found, and write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", action="append", default=[], help="only this op")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("--out", type=pathlib.Path, help="table to write instead")
+    parser.add_argument("--commit", help="commit to record when git is not at hand")
+    arguments = parser.parse_args()
+    try:
+        cases = select(all_cases(), ops=arguments.op, where={}, small=arguments.small)
+    except ValueError as error:
+        parser.error(str(error))
+    facts = benchmarking.device_facts(arguments.commit)
+    work = [(case, name) for case in cases for name in case.configs]
+    if not work:
+        parser.error("none of these cases has configurations to try")
+    found = []
+    for case, implementation in tqdm(work, desc="cases", unit="case"):
+        entry = tune(case, implementation, facts)
+        if entry is not None:
+            found.append(entry)
+            print(json.dumps(entry))
+    print(f"{len(found)} of {len(work)} are better off without the default")
+    if not arguments.dry_run:
+        path = arguments.out or tuned_path(facts["device"])
+        merge(path, facts["device"], found)
+
+
+if __name__ == "__main__":
+    main()
