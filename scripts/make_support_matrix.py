@@ -21,7 +21,7 @@ HEAD = """\
 Written by `python scripts/make_support_matrix.py` from `SUPPORT` in
 `ukv/implementation.py`, the table that ops dispatch by. The lines of an op are in
 order of preference: the first that covers a call runs it. `implementation=` of the op,
-or of `EngineConfig`, asks for a certain one; a combination that its line does not
+or of a model, asks for a certain one; a combination that its line does not
 cover raises `UnsupportedError`, which names what works.
 
 A cell that says "any" sets no limit. Widths are elements per head: of a key and of a
