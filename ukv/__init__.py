@@ -33,6 +33,7 @@ from ukv.engine import Model as Model
 from ukv.engine import RequestError as RequestError
 from ukv.engine import RequestOutput as RequestOutput
 from ukv.engine import SamplingParams as SamplingParams
+from ukv.engine import TokenScore as TokenScore
 from ukv.errors import BudgetError as BudgetError
 from ukv.errors import IdSpaceError as IdSpaceError
 from ukv.errors import PoolStateError as PoolStateError

@@ -10,4 +10,5 @@ from ukv.engine.request import Request as Request
 from ukv.engine.request import RequestError as RequestError
 from ukv.engine.request import RequestOutput as RequestOutput
 from ukv.engine.request import SamplingParams as SamplingParams
+from ukv.engine.request import TokenScore as TokenScore
 from ukv.engine.stats import EngineStats as EngineStats

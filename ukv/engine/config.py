@@ -35,6 +35,8 @@ class EngineConfig:
         ``max_step_tokens``; None doubles up from 64.
       decode_steps: Decode steps in one dispatch.
       max_stop_tokens: Stop tokens that a request can have.
+      scores_prompts: Whether requests may ask for the scores of their prompt; steps
+        with prompts then hold the logits of all their tokens.
       seed: Where the seeds of requests without one come from.
       fill_word: What each word of the pool holds at first; tests pass NaN.
     """
@@ -50,6 +52,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     decode_steps: int = 1
     max_stop_tokens: int = 4
+    scores_prompts: bool = False
     seed: int = 0
     fill_word: int = 0
 

@@ -27,6 +27,7 @@ from ukv.engine.model import Model
 from ukv.engine.outputs import accept
 from ukv.engine.plan import Chunk, StepPlan
 from ukv.engine.programs import Programs
+from ukv.engine.prompt_scores import keep_scores
 from ukv.engine.request import (
     FinishReason,
     Request,
@@ -146,6 +147,7 @@ class Engine:
             vocab_size=self._vocab_size,
             max_kv_len=self.config.max_kv_len,
             max_stop_tokens=self.config.max_stop_tokens,
+            scores_prompts=self.config.scores_prompts,
         )
         seed = request.params.seed
         if seed is None:
@@ -290,6 +292,8 @@ class Engine:
         error = np.asarray(step.results.error)
         if error.any():
             raise PoolStateError("; ".join(describe_error(self.layout, error)))
+        if step.shape.scores_tokens:
+            keep_scores(step.chunks, np.asarray(step.results.scores))
         drawn = np.asarray(step.results.drawn)
         for row, chunk in enumerate(step.chunks):
             if chunk.is_sampled and chunk.sequence.finish_reason is None:

@@ -29,11 +29,14 @@ def accept(sequence: Sequence, drawn: np.ndarray) -> RequestOutput:
         if len(sequence.generated) + len(tokens) == params.max_new_tokens:
             reason = FinishReason.LENGTH
             break
+    scores = sequence.prompt_scores
+    is_first = not sequence.generated
     sequence.generated += tokens
     return RequestOutput(
         request_id=sequence.request.request_id,
         new_tokens=tuple(tokens),
         new_logprobs=tuple(logprobs) if params.logprobs else (),
+        prompt_scores=tuple(scores[i] for i in sorted(scores)) if is_first else (),
         finish_reason=reason,
         error=error,
     )

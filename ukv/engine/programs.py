@@ -49,6 +49,7 @@ class Programs:
                     num_tokens=size,
                 ),
                 num_passes=config.decode_steps if is_decode else None,
+                scores_tokens=config.scores_prompts and not is_decode,
             )
             for is_decode, sizes in (
                 (True, config.decode_sizes),

@@ -36,6 +36,8 @@ class SamplingParams:
       stop_token_ids: Tokens that end the output; the one that did is part of it.
       logprobs: Whether to return the log-probability of each token, under the model's
         own distribution (temperature 1, no filter).
+      scores_from: Place of the first token of the prompt to score, 1 or more; None
+        scores none. The engine must be built with ``scores_prompts``.
     """
 
     temperature: float = 0.0
@@ -46,6 +48,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    scores_from: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -67,6 +70,12 @@ class SamplingParams:
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
             f"max_new_tokens={self.max_new_tokens!r} must be 1 or more",
+        )
+        _require(
+            self.scores_from is None
+            or (_is_int(self.scores_from) and self.scores_from >= 1),
+            f"scores_from={self.scores_from!r} must be 1 or more, or None: the first "
+            "token has nothing before it",
         )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require(
@@ -102,12 +111,18 @@ class Request:
         return len(self.prompt) + self.params.max_new_tokens - 1
 
     def require_within(
-        self, *, vocab_size: int, max_kv_len: int, max_stop_tokens: int
+        self,
+        *,
+        vocab_size: int,
+        max_kv_len: int,
+        max_stop_tokens: int,
+        scores_prompts: bool,
     ) -> None:
         """Refuse a request that the engine's buffers cannot express.
 
         Raises:
-          RequestError: A token is unknown, or the request or a list is too long.
+          RequestError: A token is unknown, the request or a list is too long, or the
+            scores are not to be had.
         """
         name, params = self.request_id, self.params
         for token in self.prompt:
@@ -127,6 +142,13 @@ class Request:
             f"request {name!r} has {len(params.stop_token_ids)} stop_token_ids, "
             f"{max_stop_tokens=} allows fewer",
         )
+        first = params.scores_from
+        _require(
+            first is None or (scores_prompts and first < len(self.prompt)),
+            f"request {name!r} asks for scores_from={first} of {len(self.prompt)} "
+            "tokens: it must be below that, and the engine built with "
+            f"scores_prompts=True, which is {scores_prompts}",
+        )
 
 
 class FinishReason(enum.Enum):
@@ -139,6 +161,19 @@ class FinishReason(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenScore:
+    """How likely one token of a prompt is after those before it.
+
+    Attributes:
+      logprob: Under the model's own distribution.
+      is_greedy: Whether it is the token that temperature 0 would take.
+    """
+
+    logprob: float
+    is_greedy: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
     """What is new about one request after a step.
 
@@ -146,6 +181,8 @@ class RequestOutput:
       request_id: Which request.
       new_tokens: Tokens since the last output.
       new_logprobs: Their log-probabilities, if asked for; else empty.
+      prompt_scores: Of the prompt from ``scores_from`` on, if asked for, with the
+        output that brings the first token; else empty.
       finish_reason: None while the request goes on.
       error: What went wrong, if ``finish_reason`` is ERROR; else None.
     """
@@ -153,5 +190,6 @@ class RequestOutput:
     request_id: str
     new_tokens: tuple[int, ...] = ()
     new_logprobs: tuple[float, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None

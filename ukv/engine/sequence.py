@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ukv.engine.request import FinishReason, Request
+from ukv.engine.request import FinishReason, Request, TokenScore
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -20,6 +20,7 @@ class Sequence:
       context_len: Tokens in the pool.
       num_sampled: Tokens drawn, those in flight included.
       generated: Tokens read back.
+      prompt_scores: By place in the prompt, if they are asked for.
       has_last_token: Whether the device holds its last token, so that it can decode.
       num_retractions: How often it lost its pages.
       suspect_len: Tokens in the pool after a step that failed with it; until there
@@ -34,6 +35,7 @@ class Sequence:
     context_len: int = 0
     num_sampled: int = 0
     generated: list[int] = dataclasses.field(default_factory=list)
+    prompt_scores: dict[int, TokenScore] = dataclasses.field(default_factory=dict)
     has_last_token: bool = False
     num_retractions: int = 0
     suspect_len: int = -1

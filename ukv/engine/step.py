@@ -20,6 +20,7 @@ from ukv.allocator import alloc_decode, alloc_extend
 from ukv.engine.device_state import DeviceState
 from ukv.engine.model import Model
 from ukv.engine.plan import Chunk
+from ukv.engine.prompt_scores import next_prompt_tokens, score_tokens
 from ukv.engine.row_programs import release_behind_windows, rows_of
 from ukv.engine.sampling import sample, unpack_params
 from ukv.pytree import Leaf
@@ -42,10 +43,12 @@ class StepShape:
     Attributes:
       bucket: Rows, pages of a row, tokens.
       num_passes: Decode passes; None for a step with prompts.
+      scores_tokens: Whether a step with prompts scores the token after each.
     """
 
     bucket: Bucket
     num_passes: int | None
+    scores_tokens: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -66,15 +69,20 @@ class StepResults(flax.struct.PyTreeNode):
     Attributes:
       drawn: int32 ``[passes, 4, rows]``: tokens, bits of their float32
         log-probabilities, whether a stop token, whether all logits are numbers.
+      scores: int32 ``[2, num_tokens]``, as ``score_tokens`` returns them; no token
+        where the step scores none.
       error: uint32 ``[sub_pools]``, the pool's error word.
     """
 
     drawn: Leaf
+    scores: Leaf
     error: Leaf
 
 
 def pack_chunks(shape: StepShape, chunks: Sequence[Chunk], max_rows: int) -> np.ndarray:
     """Return the one array that tells the device what to do.
+
+    A table of rows, the tokens of prompts, and what follows each if that is scored.
 
     Args:
       shape: A shape that holds the chunks.
@@ -83,7 +91,8 @@ def pack_chunks(shape: StepShape, chunks: Sequence[Chunk], max_rows: int) -> np.
     """
     num_rows = shape.bucket.num_rows
     num_tokens = 0 if shape.is_decode else shape.bucket.num_tokens
-    packed = np.zeros(num_rows * NUM_COLUMNS + num_tokens, np.int32)
+    num_lists = 2 if shape.scores_tokens else 1
+    packed = np.zeros(num_rows * NUM_COLUMNS + num_lists * num_tokens, np.int32)
     table = packed[: num_rows * NUM_COLUMNS].reshape(num_rows, NUM_COLUMNS)
     tokens = packed[num_rows * NUM_COLUMNS :]
     table[:, 0] = max_rows
@@ -103,6 +112,10 @@ def pack_chunks(shape: StepShape, chunks: Sequence[Chunk], max_rows: int) -> np.
             tokens[start:stop] = chunk.sequence.tokens(
                 chunk.context_len, chunk.context_len + chunk.query_len
             )
+            if shape.scores_tokens:
+                targets = next_prompt_tokens(chunk)
+                first = num_tokens + start
+                tokens[first : first + len(targets)] = targets
         start = stop
     return packed
 
@@ -167,8 +180,9 @@ def _run_pass(
     static: StaticTables,
     rows: _Rows,
     tokens: Int32[Array, " num_tokens"],
-) -> tuple[DeviceState, StaticTables, Int32[Array, "4 rows"]]:
-    """Give rows their pages, compute their tokens, draw the next ones."""
+    targets: Int32[Array, " num_tokens"] | None,
+) -> tuple[DeviceState, StaticTables, Int32[Array, "4 rows"], Int32[Array, "2 scored"]]:
+    """Give rows their pages, compute their tokens, draw and score the next ones."""
     num_rows, num_tokens = shape.bucket.num_rows, shape.bucket.num_tokens
     state, tables = _with_pages(state, rows, shape)
     is_stopped = state.is_stopped.at[rows.ids].get(mode="fill", fill_value=True)
@@ -193,8 +207,13 @@ def _run_pass(
         ),
         _packed_tokens(state, rows, cu_query_lens, tokens),
         max_query_len=1 if shape.is_decode else num_tokens,
+        logit_tokens=None if targets is None else jnp.arange(num_tokens),
     )
     logits, pool = model.forward(weights, inputs, pool)
+    scores = jnp.zeros((2, 0), jnp.int32)
+    if targets is not None:
+        scores = score_tokens(logits, targets)
+        logits = logits[jnp.maximum(cu_query_lens[1:] - 1, 0)]
     pool = release_behind_windows(
         pool,
         tables,
@@ -215,7 +234,8 @@ def _run_pass(
     )
     bits = jax.lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
     columns = (drawn.tokens, bits, drawn.is_stop, drawn.is_finite)
-    return state, static, jnp.stack([column.astype(jnp.int32) for column in columns])
+    table = jnp.stack([column.astype(jnp.int32) for column in columns])
+    return state, static, table, scores
 
 
 def make_step(model: Model, translator: KVIndexTranslator, shape: StepShape):
@@ -246,11 +266,13 @@ def make_step(model: Model, translator: KVIndexTranslator, shape: StepShape):
             is_sampled=table[:, 4] > 0,
         )
         if shape.num_passes is None:
-            tokens = packed[num_rows * NUM_COLUMNS :]
-            state, static, drawn = _run_pass(
-                model, translator, shape, weights, state, static, rows, tokens
+            tokens, targets = packed[num_rows * NUM_COLUMNS :], None
+            if shape.scores_tokens:
+                tokens, targets = jnp.split(tokens, 2)
+            state, static, drawn, scores = _run_pass(
+                model, translator, shape, weights, state, static, rows, tokens, targets
             )
-            return state, static, _results(state, drawn[None])
+            return state, static, _results(state, drawn[None], scores)
 
         def decode_pass(carry, done):
             state, static = carry
@@ -261,8 +283,8 @@ def make_step(model: Model, translator: KVIndexTranslator, shape: StepShape):
                 is_sampled=rows.is_sampled & is_active,
             )
             tokens = jnp.zeros(num_rows, jnp.int32)
-            state, static, drawn = _run_pass(
-                model, translator, shape, weights, state, static, now, tokens
+            state, static, drawn, _ = _run_pass(
+                model, translator, shape, weights, state, static, now, tokens, None
             )
             return (state, static), drawn
 
@@ -273,11 +295,16 @@ def make_step(model: Model, translator: KVIndexTranslator, shape: StepShape):
         else:
             done = jnp.arange(shape.num_passes, dtype=jnp.int32)
             carry, drawn = jax.lax.scan(decode_pass, carry, done)
-        return *carry, _results(carry[0], drawn)
+        return *carry, _results(carry[0], drawn, jnp.zeros((2, 0), jnp.int32))
 
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def _results(state: DeviceState, drawn: Int32[Array, "passes 4 rows"]) -> StepResults:
+def _results(
+    state: DeviceState,
+    drawn: Int32[Array, "passes 4 rows"],
+    scores: Int32[Array, "2 scored"],
+) -> StepResults:
     # A copy of its own: the state is donated to the next step before this is read.
-    return StepResults(drawn=drawn, error=state.pool.error | jnp.uint32(0))
+    error = state.pool.error | jnp.uint32(0)
+    return StepResults(drawn=drawn, scores=scores, error=error)
