@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from scripts import bench_capacity
+from scripts.capacity.comparison import SYSTEMS, find_best_split
 from scripts.capacity.geometry import Card, read_geometry, used_bytes
 from scripts.capacity.simulation import simulate
 from scripts.capacity.systems import (
@@ -297,9 +298,7 @@ def test_the_search_prefers_no_refusal_to_speed(kimi):
             seconds=1000.0,
         )
 
-    share, best = bench_capacity.find_best_split(
-        fake, start=0.3, bounds=(0.1, 0.9), num_splits=12
-    )
+    share, best = find_best_split(fake, start=0.3, bounds=(0.1, 0.9), num_splits=12)
     assert len(tried) == len(set(tried)) == 12
     assert best.num_refused == 0
     assert 0.5 < share <= 0.55
@@ -323,7 +322,7 @@ def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert "some_folder" not in json.dumps(record)
     assert record["ceilings"]["copy_gbps"] > 1000
     systems = [result["implementation"] for result in record["results"]]
-    assert systems == 2 * list(bench_capacity.SYSTEMS)
+    assert systems == 2 * list(SYSTEMS)
     for result in record["results"]:
         assert result["num_finished"] + result["num_refused"] in (3, 4)
         assert 0 < result["mean_used"] <= result["peak_held"] <= 1
