@@ -42,7 +42,11 @@ def _device(line: Support) -> str:
     names = "any" if line.platforms is None else ", ".join(line.platforms)
     if line.min_capability is None:
         return names
-    return f"{names}, compute capability {line.min_capability / 10} or newer"
+    first, last = line.min_capability / 10, line.max_capability
+    if last is None:
+        return f"{names}, compute capability {first} or newer"
+    span = f"{first}" if 10 * first == last else f"{first} to {last / 10}"
+    return f"{names}, compute capability {span}"
 
 
 def _values(values: tuple | None) -> str:

@@ -13,6 +13,7 @@ CASE = OpCase(
 )
 CPU = Target(platform="cpu", capability=0)
 A100 = Target(platform="gpu", capability=80)
+B200 = Target(platform="gpu", capability=100)
 H200 = Target(platform="gpu", capability=90)
 
 
@@ -24,6 +25,7 @@ def table(monkeypatch):
             implementation="mosaic_gpu",
             platforms=("gpu",),
             min_capability=90,
+            max_capability=90,
             page_sizes=(64, 128),
             storage_dtypes=("bfloat16",),
             widths=((576, 512),),
@@ -60,6 +62,7 @@ def test_every_op_has_a_reference_that_runs_anywhere(op):
         (CPU, {}, "xla"),
         (A100, {}, "triton"),
         (H200, {}, "mosaic_gpu"),
+        (B200, {}, "triton"),
         (H200, {"page_size": 16}, "triton"),
         (H200, {"storage_dtype": "float32"}, "triton"),
         (H200, {"widths": (192, 128)}, "triton"),
@@ -76,6 +79,7 @@ def test_none_takes_the_best_that_covers_the_case(target, changed, chosen):
     [
         (CPU, {}, "runs on gpu, not on cpu; for page_size=64.* works 'xla'$"),
         (A100, {}, r"needs compute capability 9\.0, the device has 8\.0"),
+        (B200, {}, r"up to compute capability 9\.0, the device has 10\.0"),
         (H200, {"page_size": 16}, "has page_size 64, 128, not 16"),
         (H200, {"storage_dtype": "float16"}, "has storage_dtype bfloat16, not float16"),
         (H200, {"widths": (1, 2)}, r"widths \(576, 512\), not .* 'triton', 'xla'$"),

@@ -65,6 +65,7 @@ class Support:
       implementation: Who.
       platforms: JAX platforms it runs on.
       min_capability: Smallest CUDA compute capability, major times 10 plus minor.
+      max_capability: Largest, for kernels of instructions that later cards dropped.
       page_sizes: Tokens per page.
       storage_dtypes: Names of dtypes in the pool.
       compute_dtypes: Names of dtypes of the queries or values.
@@ -74,6 +75,7 @@ class Support:
     implementation: Implementation
     platforms: tuple[str, ...] | None = None
     min_capability: int | None = None
+    max_capability: int | None = None
     page_sizes: tuple[int, ...] | None = None
     storage_dtypes: tuple[str, ...] | None = None
     compute_dtypes: tuple[str, ...] | None = None
@@ -87,6 +89,12 @@ class Support:
         if needed is not None and found < needed:
             return (
                 f"needs compute capability {needed / 10}, the device has {found / 10}"
+            )
+        latest = self.max_capability
+        if latest is not None and found > latest:
+            return (
+                f"runs up to compute capability {latest / 10}, the device has "
+                f"{found / 10}"
             )
         for field in ("page_size", "storage_dtype", "compute_dtype"):
             allowed, asked = getattr(self, f"{field}s"), getattr(case, field)
@@ -115,7 +123,19 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "write_kv": (Support(implementation="xla"),),
     "gqa_attention": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
     "gqa_decode": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
-    "mla_decode": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "mla_decode": (
+        Support(
+            implementation="mosaic_gpu",
+            platforms=("gpu",),
+            min_capability=90,
+            max_capability=90,
+            page_sizes=(16, 32, 64, 128),
+            storage_dtypes=("bfloat16",),
+            compute_dtypes=("bfloat16",),
+            widths=((576, 512),),
+        ),
+        Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
+    ),
     "mla_extend": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
     "mla_extend_absorbed": (
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import mla_decode as mosaic_mla
 from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
@@ -74,7 +75,18 @@ def mla_decode(
       ValueError: Sizes contradict each other.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    resolve("mla_decode", implementation, _case(q, view, latent_dim))
+    chosen = resolve("mla_decode", implementation, _case(q, view, latent_dim))
+    if chosen == "mosaic_gpu":
+        _require_widths(q, view, latent_dim)
+        return mosaic_mla.mla_decode(
+            q,
+            buffers[view.buffer_index],
+            table_of(table, (view,), num_rows=kv_lens.shape[0]),
+            kv_lens,
+            page_size=view.page_size,
+            block_offset=view.block_offset,
+            softmax_scale=softmax_scale,
+        )
     shape, read_block = _absorbed_reader(
         q, buffers, view, table, kv_lens.shape[0], latent_dim
     )
@@ -220,6 +232,15 @@ def _case(q: jax.Array, view: PartView, latent_dim: int) -> OpCase:
     )
 
 
+def _require_widths(q: jax.Array, view: PartView, latent_dim: int) -> None:
+    (row_width,) = view.shape
+    if q.shape[-1] != row_width or not 0 < latent_dim <= row_width:
+        raise ValueError(
+            f"rows of {view.sub_pool!r} have {row_width} elements: q has "
+            f"{q.shape[-1]}, and {latent_dim=} must be positive and no more"
+        )
+
+
 def _absorbed_reader(
     q: jax.Array,
     buffers: Buffers,
@@ -229,12 +250,7 @@ def _absorbed_reader(
     latent_dim: int,
 ) -> tuple[BlockShape, ReadBlock]:
     """Check the shapes, and return how blocks of rows are read as keys and values."""
-    (row_width,) = view.shape
-    if q.shape[-1] != row_width or not 0 < latent_dim <= row_width:
-        raise ValueError(
-            f"rows of {view.sub_pool!r} have {row_width} elements: q has "
-            f"{q.shape[-1]}, and {latent_dim=} must be positive and no more"
-        )
+    _require_widths(q, view, latent_dim)
     table_ids = table_of(table, (view,), num_rows=num_rows)
     num_pages = pages_per_block(view.page_size, table_ids.shape[1])
 

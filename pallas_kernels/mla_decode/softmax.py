@@ -1,0 +1,64 @@
+"""What the kernels share: causal lengths, sums without keys, tails, accumulators."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla_decode.config import ACC
+from pallas_kernels.mla_decode.plan import TILE
+
+LOG2E = math.log2(math.e)
+
+
+def visible_len(kv_len, column, *, query_len: int, num_heads: int):
+    """Tokens that the query of a column sees: the causal limit.
+
+    Column ``t * num_heads + h`` is head h of query token t, which stands at position
+    ``kv_len - query_len + t``. Columns of padding see what the last token sees.
+    """
+    if query_len == 1:
+        return jnp.full_like(column, kv_len)
+    token = lax.div(column, jnp.full_like(column, num_heads))
+    return jnp.minimum(token + (kv_len - query_len + 1), kv_len)
+
+
+def inverse_sum(total):
+    """``1 / total``, and 0 for a query that has seen no key."""
+    return jnp.where(total == 0.0, 0.0, 1.0 / total)
+
+
+def log_sum_exp(maximum, total, softmax_scale: float):
+    """Natural log-sum-exp, ``-inf`` for a query that has seen no key."""
+    return jnp.where(total == 0.0, -jnp.inf, maximum * softmax_scale + jnp.log(total))
+
+
+def clear_tail(tile_smem, valid, width: int):
+    """Zero the rows of a tile from ``valid`` on, in its first ``width`` elements.
+
+    They may hold NaN, which a weight of zero does not remove.
+    """
+    for start in range(0, width, 64):
+        columns_smem = tile_smem.at[:, pl.ds(start, 64)]
+        values = plgpu.load(columns_smem, layout=plgpu.Layout.WGMMA)
+        token = plgpu.broadcasted_iota(
+            jnp.int32, (TILE, 64), 0, layout=plgpu.Layout.WGMMA
+        )
+        columns_smem[...] = jnp.where(token < valid, values, jnp.zeros_like(values))
+
+
+def accumulate(multiply, accs, *, interpret):
+    """Run ``multiply(acc_refs)``, whose wgmma add to ``accs``; return the sums."""
+    if not interpret:
+        return pl.run_state(multiply)(tuple(ACC.init(acc) for acc in accs))
+
+    # The simulator has no `run_state`: sum the products apart, and add them.
+    def multiply_apart(*acc_refs):
+        multiply(acc_refs)
+        return tuple(acc_ref[...] for acc_ref in acc_refs)
+
+    refs = [ACC(acc.shape, jnp.float32) for acc in accs]
+    products = pl.run_scoped(multiply_apart, *refs)
+    return tuple(acc + product for acc, product in zip(accs, products, strict=True))

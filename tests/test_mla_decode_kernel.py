@@ -1,0 +1,306 @@
+"""The MLA decode kernels: their plan, the simulator against float64, and a card."""
+
+import dataclasses
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mla_decode import MlaDecodeConfig, mla_decode, plan
+from pallas_kernels.mla_decode.pages import tile_pieces
+from pallas_kernels.mla_decode.plan import TILE, Part
+from tests.attention_cases import (
+    Mla,
+    absorbed_oracle,
+    assert_result,
+    flat,
+    make_mla,
+    run_mla_decode,
+)
+from tests.gpu_compile import (
+    compile_for_h200,
+    pool_sized_copies,
+    requires_h200_compiler,
+)
+
+KIMI = ft.partial(
+    Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16", placement="high"
+)
+WIDTH = 576
+
+# The plan
+
+plan_work = jax.jit(plan.plan_work, static_argnames=("num_ctas", "min_tiles"))
+
+
+def parts_of(found_plan, num_ctas):
+    """`{part id: (cta, row, first tile, tiles)}`, as a kernel walks through a plan."""
+    ctas, rows = np.asarray(found_plan.ctas), np.asarray(found_plan.rows)
+    found = {}
+    for cta in range(num_ctas):
+        count, row, first, tiles, kv_len, row_tiles, budget, _ = ctas[cta].tolist()
+        for _ in range(count):
+            assert tiles > 0
+            assert (row_tiles, kv_len) == tuple(rows[row, 1:3].tolist())
+            assert cta + row not in found
+            found[cta + row] = (cta, row, first, tiles)
+            budget -= tiles
+            row, first = rows[row, 0].item(), 0
+            row_tiles, kv_len = rows[row, 1:3].tolist()
+            tiles = min(row_tiles, budget)
+        assert budget == 0
+    return found
+
+
+PLAN_LENGTHS = {
+    "one": [1],
+    "example": [192, 0, 256],
+    "empty": [0, 0, 0],
+    "empty-ends": [0, 0, 700, 0, 64, 65, 0],
+    "equal": [640] * 16,
+    "long-and-short": [100_000, *[1] * 63],
+    "few": [63, 64],
+}
+
+
+@pytest.mark.parametrize("lengths", PLAN_LENGTHS.values(), ids=PLAN_LENGTHS.keys())
+@pytest.mark.parametrize("num_ctas", [1, 2, 7, 128])
+@pytest.mark.parametrize("min_tiles", [1, 3])
+def test_a_plan_covers_every_tile_once(lengths, num_ctas, min_tiles):
+    kv_lens = jnp.asarray(lengths, jnp.int32)
+    found_plan = plan_work(kv_lens, num_ctas=num_ctas, min_tiles=min_tiles)
+    parts = parts_of(found_plan, num_ctas)
+    tiles = -(-np.asarray(lengths) // TILE)
+    covered = [np.zeros(n, np.int64) for n in tiles]
+    work = np.zeros(num_ctas, np.int64)
+    for cta, row, first, count in parts.values():
+        covered[row][first : first + count] += 1
+        work[cta] += count
+    assert all((seen == 1).all() for seen in covered)
+    assert work.max() <= max(-(-tiles.sum() // num_ctas), min_tiles)
+    assert (np.diff(work) <= 0).all()
+    assert (work[work > 0][:-1] == work.max()).all()
+    for row, (_, _, _, first_cta, count) in enumerate(
+        np.asarray(found_plan.rows)[:, :5]
+    ):
+        mine = [part for part, (_, owner, _, _) in parts.items() if owner == row]
+        assert sorted(mine) == [first_cta + row + i for i in range(count)]
+
+
+def test_the_example_of_the_plan():
+    found_plan = plan_work(jnp.asarray([192, 0, 256]), num_ctas=2, min_tiles=1)
+    assert parts_of(found_plan, 2) == {
+        0: (0, 0, 0, 3),
+        2: (0, 2, 0, 1),
+        3: (1, 2, 1, 3),
+    }
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_pieces_of_a_tile_are_its_tokens(page_size):
+    table = np.asarray([[9, 4, 7, 30, 2, 11, 5, 3] * 2], np.int32)
+    kv_len, offset = 5 * page_size + 3, 6
+    size = min(page_size, TILE)
+    zero = jnp.int32(0)
+    part = Part(
+        row=zero, first=zero, tiles=zero, kv_len=jnp.int32(kv_len), row_tiles=zero
+    )
+    for tile in range(-(-kv_len // TILE)):
+        pieces = tile_pieces(
+            jnp.asarray(table),
+            part,
+            jnp.int32(tile),
+            page_size=page_size,
+            block_offset=offset,
+        )
+        first = np.asarray([int(piece) * size for piece in pieces])
+        rows = (first[:, None] + np.arange(size)).reshape(-1)
+        tokens = np.arange(tile * TILE, min(tile * TILE + TILE, kv_len))
+        blocks = table[0, tokens // page_size] + offset
+        expected = blocks * page_size + tokens % page_size
+        np.testing.assert_array_equal(rows[: len(tokens)], expected)
+        last_block = (table[0, 5] + offset) * page_size
+        assert (rows[len(tokens) :] // page_size == last_block // page_size).all()
+
+
+def test_the_example_of_the_pieces():
+    part = Part(*[jnp.int32(n) for n in (0, 0, 0, 400, 0)])
+    table = jnp.asarray([[7, 40, 8, 9]], jnp.int32)
+    pieces = tile_pieces(table, part, jnp.int32(3), page_size=128, block_offset=5)
+    assert [int(piece) for piece in pieces] == [91]
+
+
+# In the simulator
+
+
+@ft.partial(
+    jax.jit,
+    static_argnames=("page_size", "block_offset", "softmax_scale", "config"),
+)
+def simulate(q, buffer, table, kv_lens, **statics):
+    return mla_decode(q, buffer, table, kv_lens, interpret=True, **statics)
+
+
+def run_simulated(case, data, *, config=None):
+    """`(out, lse)` of the kernels, the rows one after the other."""
+    return flat(
+        simulate(
+            jnp.asarray(case.dense(data.q)),
+            data.pool.buffers[data.view.buffer_index],
+            data.pool.table.ids,
+            case.batch["kv_lens"],
+            page_size=case.page_size,
+            block_offset=data.view.block_offset,
+            config=config or MlaDecodeConfig(num_ctas=3, min_tiles=1),
+            softmax_scale=case.scale,
+        )
+    )
+
+
+SIMULATED = {
+    "P64-H4": KIMI(
+        rows=((1, 200), (1, 1), (1, 0), (1, 64), (1, 65)), heads=4, page_size=64
+    ),
+    "P16-Q3": KIMI(rows=((3, 150), (3, 1), (3, 0), (3, 63)), heads=10, page_size=16),
+    "P32-Q4-H16": KIMI(rows=((4, 70), (4, 33)), heads=16, page_size=32),
+    "P128-static": KIMI(
+        rows=((1, 257),), heads=2, page_size=128, placement="static", layer=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIMULATED.values(), ids=SIMULATED.keys())
+def test_simulated(case):
+    data = make_mla(case)
+    oracle = absorbed_oracle(case, data, padding=0)
+    assert_result(case, run_simulated(case, data), oracle, width=WIDTH)
+
+
+def test_simulated_bits_do_not_depend_on_the_pages():
+    case = SIMULATED["P16-Q3"]
+    first, second = make_mla(case, seed=1), make_mla(case, seed=2)
+    assert (np.asarray(first.pool.table.ids) != second.pool.table.ids).any()
+    results = run_simulated(case, first), run_simulated(case, second)
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+def swap_pages(data):
+    table = data.pool.table
+    ids = table.ids.at[0, 1].set(table.ids[0, 0])
+    pool = dataclasses.replace(data.pool, table=dataclasses.replace(table, ids=ids))
+    return dataclasses.replace(data, pool=pool)
+
+
+def test_simulated_mutations_are_rejected():
+    case = KIMI(rows=((1, 90),), heads=1, page_size=64)
+    data = make_mla(case)
+    oracle = absorbed_oracle(case, data, padding=0)
+    out, lse = run_simulated(case, data)
+    for mutant in (
+        (jnp.zeros_like(out), lse),
+        (out, lse + 0.1),
+        run_simulated(case, swap_pages(data)),
+        run_simulated(case, dataclasses.replace(data, q=2 * data.q)),
+    ):
+        with pytest.raises(AssertionError):
+            assert_result(case, mutant, oracle, width=WIDTH)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"page_size": 8}, "page_size=8 must be one of"),
+        ({"page_size": 128}, "must hold whole blocks of page_size=128"),
+        ({"softmax_scale": 0.0}, "softmax_scale=0.0 must be positive"),
+        ({"width": 320}, r"q must be bfloat16\[..., 576\]"),
+    ],
+)
+def test_wrong_sizes_are_refused(changed, message):
+    sizes = {"page_size": 64, "softmax_scale": 1.0, "width": 576} | changed
+    q = jnp.zeros((1, 1, 2, sizes.pop("width")), jnp.bfloat16)
+    buffer, table = jnp.zeros((64, 288), jnp.uint32), jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        mla_decode(q, buffer, table, jnp.ones(1, jnp.int32), block_offset=0, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_ctas": 0}, "num_ctas=0 must be at least 1"),
+        ({"min_tiles": 0}, "min_tiles=0 must be at least 1"),
+        ({"merge_width": 64}, "merge_width=64 must be 128, 256 or 512"),
+    ],
+)
+def test_configs_out_of_range_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        MlaDecodeConfig(**values)
+
+
+# Compiled for a card
+
+POOL_ROWS = 1 << 26  # 77 GB: 3.9e10 elements
+
+
+@requires_h200_compiler
+@pytest.mark.parametrize(
+    ("batch", "query_len", "heads", "page_size"),
+    [(64, 1, 32, 64), (3, 4, 16, 16), (1, 1, 128, 128)],
+)
+def test_compiled_in_place(batch, query_len, heads, page_size):
+    shapes = (
+        jax.ShapeDtypeStruct((batch, query_len, heads, WIDTH), jnp.bfloat16),
+        jax.ShapeDtypeStruct((POOL_ROWS, WIDTH // 2), jnp.uint32),
+        jax.ShapeDtypeStruct((batch, 8), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+    decode = ft.partial(
+        mla_decode, page_size=page_size, block_offset=5, softmax_scale=0.1
+    )
+    program = compile_for_h200(decode, *shapes)
+    columns = -(-query_len * heads // 32) * 32
+    part_bytes = (batch + MlaDecodeConfig().num_ctas) * columns * (512 + 1) * 4
+    row_bytes = batch * columns * (WIDTH + 512) * 2
+    assert program.temp_bytes < part_bytes + 2 * row_bytes + (1 << 20)
+    assert pool_sized_copies(program.hlo_text, 1 << 30) == []
+
+
+# On a card
+
+ON_CARD = {
+    "P64-H32": KIMI(
+        rows=((1, 5000), (1, 1), (1, 0), (1, 64), (1, 65)), heads=32, page_size=64
+    ),
+    "P16-H32": KIMI(rows=((1, 3000), (1, 17), (1, 0)), heads=32, page_size=16),
+    "P32-H16-Q2": KIMI(rows=((2, 3000), (2, 1), (2, 33)), heads=16, page_size=32),
+    "P128-H20": KIMI(rows=((1, 3000), (1, 129)), heads=20, page_size=128),
+    "P64-H64": KIMI(rows=((1, 3000), (1, 129), (1, 0)), heads=64, page_size=64),
+    "P64-H128": KIMI(rows=((1, 3000), (1, 65), (1, 64)), heads=128, page_size=64),
+    "P32-H128-Q4": KIMI(rows=((4, 900), (4, 2), (4, 0)), heads=128, page_size=32),
+    "P64-H96": KIMI(rows=((1, 700), (1, 3)), heads=96, page_size=64),
+    "P128-static": KIMI(
+        rows=((1, 700), (1, 3)), heads=32, page_size=128, placement="static"
+    ),
+    "many-rows": KIMI(
+        rows=tuple((1, 37 * i % 513) for i in range(150)), heads=32, page_size=64
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_CARD.values(), ids=ON_CARD.keys())
+def test_on_a_card(case):
+    data = make_mla(case)
+    oracle = absorbed_oracle(case, data, padding=0)
+    result = run_mla_decode(case, data, implementation="mosaic_gpu")
+    assert_result(case, result, oracle, width=WIDTH)
+    moved = make_mla(case, seed=1)
+    for a, b in zip(
+        result, run_mla_decode(case, moved, implementation="mosaic_gpu"), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
