@@ -1,17 +1,18 @@
 """Copies pages of a pool buffer to other pages of the same buffer, in place (Triton).
 
 The same contract as `pallas_kernels.page_copy`, for cards without Mosaic GPU's bulk
-copies. Importing this module imports Triton and jax-triton.
+copies. Importing this module imports Triton.
 """
 
 import dataclasses
 import typing
 
 import jax
-import jax_triton
 import triton
 import triton.language as tl
 from jaxtyping import Array, Int32, UInt32
+
+from pallas_kernels.triton_launch import launch
 
 _UNIT_WORDS = 4
 
@@ -108,21 +109,20 @@ def copy_pages(
         )
     if src.size == 0:
         return buffer
-    return jax_triton.triton_call(
+    (copied,) = launch(
+        _page_copy_kernel,
         src,
         dst,
         num_moves.reshape(1),
         buffer,
-        kernel=_page_copy_kernel,
-        name="page_copy_triton",
-        out_shape=jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
-        input_output_aliases={3: 0},
+        outputs=[jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)],
+        aliases={3: 0},
         grid=(config.num_programs,),
         num_warps=config.num_warps,
-        num_stages=1,
         BASE_UNITS=base_words // _UNIT_WORDS,
         PAGE_UNITS=page_words // _UNIT_WORDS,
         CHUNK_WORDS=config.chunk_words,
         CHUNKS=-(-page_words // config.chunk_words),
         NUM_PROGRAMS=config.num_programs,
     )
+    return copied

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 GIB = 2**30
-PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "numpy", "flax")
+PACKAGES = ("jax", "jaxlib", "triton", "numpy", "flax")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ import importlib.util
 import math
 import pathlib
 import re
+import tempfile
 from unittest import mock
 
 import jax
@@ -59,12 +60,20 @@ class GpuProgram:
         temp_bytes: bytes of temporary memory.
         output_bytes: bytes of results, aliased ones included.
         hlo_text: the optimized program, with fusions and loop bodies.
+        thunk_text: what runs, in order, if it was asked for: one line for each kernel
+            or call, and under a `kCommandBuffer` those that replay as one graph.
     """
 
     alias_bytes: int
     temp_bytes: int
     output_bytes: int
     hlo_text: str
+    thunk_text: str = ""
+
+    @property
+    def top_thunks(self) -> list[str]:
+        """Kinds of what the host launches one by one: a command buffer is one."""
+        return re.findall(r"^\d+: (\w+)", self.thunk_text, re.MULTILINE)
 
 
 def missing_for_h200() -> str:
@@ -89,13 +98,14 @@ requires_h200_compiler = pytest.mark.skipif(
 )
 
 
-def compile_for_h200(fn, *args, donate_argnums=()) -> GpuProgram:
+def compile_for_h200(fn, *args, donate_argnums=(), thunks=False) -> GpuProgram:
     """Compiles `fn(*args)` for one H200.
 
     Args:
         fn: function, jitted or not.
         *args: pytrees of shapes.
         donate_argnums: as for `jax.jit`; not for a function that is jitted already.
+        thunks: whether to fill `thunk_text`.
 
     Returns:
         What the program needs and does.
@@ -116,17 +126,22 @@ def compile_for_h200(fn, *args, donate_argnums=()) -> GpuProgram:
         jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
         _triton_for(COMPUTE_CAPABILITY),
         mock.patch("ukv.implementation.default_target", return_value=H200),
+        tempfile.TemporaryDirectory() as folder,
     ):
-        compiled = fn.lower(*shapes).compile(
-            # The tests' own programs are compiled in a hurry; these as for a user.
-            compiler_options={"xla_backend_optimization_level": 3}
-        )
+        # The tests' own programs are compiled in a hurry; these as for a user.
+        options = {"xla_backend_optimization_level": 3}
+        if thunks:
+            options |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = fn.lower(*shapes).compile(compiler_options=options)
+        dumped = pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
+        thunk_text = "".join(path.read_text() for path in dumped)
     memory = compiled.memory_analysis()
     return GpuProgram(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         hlo_text=compiled.as_text(),
+        thunk_text=thunk_text,
     )
 
 
@@ -141,11 +156,11 @@ def _h200_sharding() -> NamedSharding:
 
 
 def _triton_for(compute_capability: int):
-    """jax-triton asks the first GPU what to compile for; this answers instead."""
-    if not _is_installed("jax_triton"):
+    """Kernels in Triton ask the first GPU what to compile for; this answers instead."""
+    if not _is_installed("triton"):
         return contextlib.nullcontext()
     return mock.patch(
-        "jax_triton.triton_lib.triton_kernel_call_lib.get_compute_capability",
+        "pallas_kernels.triton_launch.compute_capability",
         return_value=compute_capability,
     )
 

@@ -142,7 +142,7 @@ def copy_between(src, dst):
 
 
 def copy_with_triton():
-    # As on a machine without jax-triton. On a CPU the dispatch refuses before.
+    # As on a machine without Triton. On a CPU the dispatch refuses before.
     name = "pallas_kernels.page_copy_triton"
     saved = sys.modules.get(name)
     sys.modules[name] = None
@@ -501,7 +501,7 @@ CASES = {
     # The pool.
     "triton that is not installed": Case(
         UnsupportedError,
-        r"'triton' needs jax-triton, which is not installed; install ukv\[cuda12\]",
+        r"'triton' needs Triton, which is not installed; install ukv\[cuda12\]",
         copy_with_triton,
     ),
     "values of another width": Case(

@@ -113,11 +113,11 @@ def _copy_with_kernel(
             buffer, src, dst, num_copies, page_words=page_words, base_words=base_words
         )
     try:
-        # Only this path needs jax-triton, which the CPU default does not install.
+        # Only this path needs Triton, which the CPU default does not install.
         kernels = importlib.import_module("pallas_kernels.page_copy_triton")
     except ImportError as error:
         raise UnsupportedError(
-            "page copy: implementation 'triton' needs jax-triton, which is not "
+            "page copy: implementation 'triton' needs Triton, which is not "
             "installed; install ukv[cuda12], or choose 'mosaic_gpu' or 'xla'"
         ) from error
     return kernels.copy_pages(
