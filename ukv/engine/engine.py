@@ -177,6 +177,13 @@ class Engine:
             or not self.scheduler.is_idle
         )
 
+    @property
+    def unread_results(self) -> tuple[jax.Array, ...]:
+        """What the device still writes and the next ``step`` reads."""
+        if self._in_flight is None:
+            return ()
+        return tuple(jax.tree.leaves(self._in_flight.results))
+
     def step(self) -> list[RequestOutput]:
         """Dispatch one step and return what the step before it brought.
 
@@ -289,12 +296,13 @@ class Engine:
         """Read the results of a step and turn them into outputs."""
         leaves = jax.tree.leaves(step.results)
         self._num_waits += not all(leaf.is_ready() for leaf in leaves)
-        error = np.asarray(step.results.error)
-        if error.any():
-            raise PoolStateError("; ".join(describe_error(self.layout, error)))
+        # The one read of the loop; explicit, so that a transfer guard lets it pass.
+        results = jax.device_get(step.results)
+        if results.error.any():
+            raise PoolStateError("; ".join(describe_error(self.layout, results.error)))
         if step.shape.scores_tokens:
-            keep_scores(step.chunks, np.asarray(step.results.scores))
-        drawn = np.asarray(step.results.drawn)
+            keep_scores(step.chunks, results.scores)
+        drawn = results.drawn
         for row, chunk in enumerate(step.chunks):
             if chunk.is_sampled and chunk.sequence.finish_reason is None:
                 num_passes = chunk.query_len if chunk.is_decoding else 1
