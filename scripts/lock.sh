@@ -21,7 +21,7 @@ trap 'rm -rf "$work"' EXIT
 "$work/venv/bin/python" -m pip install -qq --disable-pip-version-check uv
 
 # Versions that were run together on a GPU.
-printf '%s\n' jax==0.11.2 triton==3.6.0 >"$work/pins.txt"
+printf '%s\n' jax==0.11.2 jax-triton==0.3.1 triton==3.6.0 >"$work/pins.txt"
 
 compile() {
   "$work/venv/bin/uv" pip compile pyproject.toml --quiet --universal \

@@ -162,6 +162,25 @@ def test_an_aliased_output_takes_the_operand_on_a_card():
 
 
 @pytest.mark.gpu
+def test_a_launch_gives_the_bits_of_jax_triton_on_a_card():
+    jax_triton = pytest.importorskip("jax_triton")
+    x, y = jax.random.normal(jax.random.key(0), (2, 4096), jnp.float32)
+
+    def theirs(x, y):
+        return jax_triton.triton_call(
+            x,
+            y,
+            kernel=_add_kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(4,),
+            SIZE=1024,
+        )
+
+    (ours,) = jax.jit(add)(x, y)
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(jax.jit(theirs)(x, y)))
+
+
+@pytest.mark.gpu
 def test_a_product_through_much_shared_memory_on_a_card():
     a, b = jax.random.normal(jax.random.key(0), (2, 512, 512), jnp.bfloat16)
 
