@@ -122,8 +122,16 @@ def run_all(run, wanted, params, *, check=True):
     ]
     tokens = {}
     drain(run, tokens, check=check)
-    assert not any(run.stats().used_bytes.values())
+    require_empty(run)
     return [tokens[name] for name in names]
+
+
+def require_empty(run):
+    """Check that nothing is in the pool but what the prefix cache holds."""
+    assert run.stats().used_bytes == run.stats().cached_bytes
+    run.clear_prefix_cache()
+    assert not any(run.stats().used_bytes.values())
+    run.verify()
 
 
 def greedy(num_new, **fields):

@@ -16,6 +16,7 @@ from tests.engine_runs import (
     loaded,
     plain_tokens,
     prompts,
+    require_empty,
     run_all,
     static_config,
 )
@@ -158,7 +159,7 @@ def test_abort_frees_everything_and_changes_no_other():
         run.verify()
     reasons = drain(run, tokens)
     assert all(reasons.get(name, FinishReason.ABORT) for name in aborted)
-    assert not any(run.stats().used_bytes.values())
+    require_empty(run)
     for name, expected in zip(names, plain_tokens("llama"), strict=True):
         found = tokens.get(name, [])
         assert found == (expected[: len(found)] if name in aborted else expected)
@@ -188,7 +189,7 @@ def test_random_arrivals_and_aborts_leak_nothing(family):
                 unfinished.remove(output.request_id)
         run.verify()
     reasons |= drain(run, {})
-    assert not any(run.stats().used_bytes.values())
+    require_empty(run)
     stats = run.stats()
     assert stats.num_retractions > 0
     assert stats.num_moves > 0

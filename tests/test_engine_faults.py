@@ -18,6 +18,7 @@ from tests.engine_runs import (
     plain_tokens,
     programs,
     prompts,
+    require_empty,
 )
 from ukv.engine import Engine, FinishReason, Programs
 from ukv.errors import PoolStateError
@@ -74,7 +75,7 @@ def run_to_end(run, names):
             if output.error is not None:
                 errors[output.request_id] = output.error
         run.verify()
-    assert not any(run.stats().used_bytes.values())
+    require_empty(run)
     return [tokens.get(name, []) for name in names], errors
 
 

@@ -16,9 +16,9 @@ from tests.gpu_compile import (
     requires_h200_compiler,
 )
 from ukv.engine import Programs, engine_layout
-from ukv.engine.device import MAX_RELEASES
+from ukv.engine.actions import MAX_RELEASES
 from ukv.engine.device_state import create_device_state
-from ukv.engine.row_programs import admit, move_pages, release
+from ukv.engine.row_programs import ADMIT_COLUMNS, admit, move_pages, release
 from ukv.engine.step import pack_chunks
 from ukv.translator import make_static_tables
 
@@ -75,7 +75,7 @@ def test_programs_between_steps_are_in_place(program):
     layout = engine_layout(model, pool_bytes=POOL_BYTES, config=CONFIG)
     state = shapes_of(lambda: create_device_state(CONFIG, layout))
     packed = {
-        admit: int32(CONFIG.max_rows, state.params.shape[1] + 1),
+        admit: int32(CONFIG.max_rows, state.params.shape[1] + ADMIT_COLUMNS),
         release: int32(MAX_RELEASES, 2),
         move_pages: int32(len(layout.owners)),
     }[program]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.pools import kda_mla_specs, window_specs
 from ukv.engine import EngineConfig, FinishReason, Request, SamplingParams
-from ukv.engine.ledger import Ledger
+from ukv.engine.ledger import Advance, Ledger
 from ukv.engine.scheduler import Scheduler
 from ukv.errors import BudgetError
 from ukv.layout import packed_bytes, static_layout, unified_layout
@@ -218,7 +218,7 @@ def test_a_prompt_holds_a_window_and_a_chunk():
     for context_len in (0, 2000, 4000):
         needs = ledger.growth(context_len, 2000)
         assert ledger.can_serve(needs)
-        ledger.spend({}, [[(context_len, 2000)]])
+        ledger.spend({}, [[Advance(context_len, 2000)]])
         assert ledger.mirror.live("swa") == 999
     ledger.release(6000)
     assert ledger.mirror.bytes_in_use() == 0

@@ -15,7 +15,7 @@ from scripts.capacity.geometry import Card, Geometry, used_bytes
 from scripts.capacity.traces import Arrival, Trace
 from ukv.allocator import PoolMirror
 from ukv.engine import EngineConfig, FinishReason, Request, SamplingParams
-from ukv.engine.ledger import Ledger, Pages
+from ukv.engine.ledger import Advance, Ledger, Pages
 from ukv.engine.plan import Chunk, StepPlan
 from ukv.engine.scheduler import Scheduler
 from ukv.engine.sequence import Sequence
@@ -82,7 +82,7 @@ class SimulatedLedger(Ledger):
     def spend(
         self,
         states: Mapping[str, int],
-        advances: Iterable[list[tuple[int, int]]],
+        advances: Iterable[Iterable[Advance]],
     ) -> Pages | None:
         """Follow a step, and count what moves before it."""
         before = self.mirror

@@ -34,6 +34,8 @@ class EngineConfig:
       prefill_buckets: Token counts of steps with prompts, ascending, the last
         ``max_step_tokens``; None doubles up from 64.
       decode_steps: Decode steps in one dispatch.
+      prefix_cache: Whether what requests computed is kept and used again by those
+        that begin with the same tokens.
       max_stop_tokens: Stop tokens that a request can have.
       scores_prompts: Whether requests may ask for the scores of their prompt; steps
         with prompts then hold the logits of all their tokens.
@@ -51,6 +53,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
     decode_steps: int = 1
+    prefix_cache: bool = True
     max_stop_tokens: int = 4
     scores_prompts: bool = False
     seed: int = 0

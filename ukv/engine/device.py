@@ -8,15 +8,14 @@ import numpy as np
 import tqdm
 
 from ukv.engine import row_programs
+from ukv.engine.actions import pack_actions, padded_actions
 from ukv.engine.device_state import create_device_state
 from ukv.engine.plan import StepPlan
 from ukv.engine.programs import Programs
+from ukv.engine.row_programs import ADMIT_COLUMNS
 from ukv.engine.sampling import pack_params
 from ukv.engine.step import StepResults, StepShape, pack_chunks
 from ukv.translator import make_static_tables
-
-MAX_RELEASES = 8
-"""Rows that one release program takes; more of them take several."""
 
 
 class Device:
@@ -52,16 +51,8 @@ class Device:
     def run(self, plan: StepPlan, shape: StepShape | None) -> StepResults | None:
         """Dispatch a plan, in the order of its fields; waits for nothing."""
         config, layout = self._programs.config, self._programs.translator.layout
-        for start in range(0, len(plan.releases), MAX_RELEASES):
-            packed = np.zeros((MAX_RELEASES, 2), np.int32)
-            packed[:, 0] = config.max_rows
-            for row, release in zip(packed, plan.releases[start:], strict=False):
-                row[:] = release.row, release.context_len
-            self.state = row_programs.jitted_release(self.state, packed)
-        if plan.room is not None:
-            counts = [plan.room.get(owner.name, 0) for owner in layout.owners]
-            packed = np.array(counts, np.int32)
-            self.state = row_programs.jitted_move_pages(self.state, packed)
+        for program, packed in pack_actions(plan.actions, layout, config.max_rows):
+            self.state = program(self.state, packed)
         if plan.admissions:
             sequences = [admission.sequence for admission in plan.admissions]
             params = pack_params(
@@ -69,10 +60,12 @@ class Device:
                 [sequence.seed for sequence in sequences],
                 config.max_stop_tokens,
             )
-            packed = np.zeros((config.max_rows, params.shape[1] + 1), np.int32)
+            packed = np.zeros((config.max_rows, self._admit_width), np.int32)
             packed[:, 0] = config.max_rows
-            packed[: len(params), 0] = [a.row for a in plan.admissions]
-            packed[: len(params), 1:] = params
+            for row, admission in zip(packed, plan.admissions, strict=False):
+                hit_len = admission.sequence.hit_len
+                row[:ADMIT_COLUMNS] = admission.row, hit_len, admission.state
+            packed[: len(params), ADMIT_COLUMNS:] = params
             self.state = row_programs.jitted_admit(self.state, packed)
         if shape is None:
             return None
@@ -98,14 +91,15 @@ class Device:
 
     def _run_row_programs(self) -> None:
         config, layout = self._programs.config, self._programs.translator.layout
-        releases = np.full((MAX_RELEASES, 2), config.max_rows, np.int32)
-        self.state = row_programs.jitted_release(self.state, releases)
-        width = self.state.params.shape[1] + 1
-        rows = np.full((config.max_rows, width), config.max_rows, np.int32)
+        for program, packed in padded_actions(config, layout):
+            self.state = program(self.state, packed)
+        rows = np.zeros((config.max_rows, self._admit_width), np.int32)
+        rows[:, 0] = config.max_rows
         self.state = row_programs.jitted_admit(self.state, rows)
-        if layout.is_unified:
-            counts = np.zeros(len(layout.owners), np.int32)
-            self.state = row_programs.jitted_move_pages(self.state, counts)
+
+    @property
+    def _admit_width(self) -> int:
+        return ADMIT_COLUMNS + self.state.params.shape[1]
 
 
-_EMPTY_PLAN = StepPlan(releases=(), room=None, admissions=(), chunks=(), is_decode=True)
+_EMPTY_PLAN = StepPlan(actions=())

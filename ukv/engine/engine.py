@@ -25,7 +25,8 @@ from ukv.engine.layout import engine_layout
 from ukv.engine.ledger import Ledger
 from ukv.engine.model import Model
 from ukv.engine.outputs import accept
-from ukv.engine.plan import Chunk, StepPlan
+from ukv.engine.plan import Chunk, Room, StepPlan
+from ukv.engine.prefix_spec import PrefixSpec
 from ukv.engine.programs import Programs
 from ukv.engine.prompt_scores import keep_scores
 from ukv.engine.request import (
@@ -86,7 +87,8 @@ class Engine:
 
         Raises:
           BudgetError: The bytes hold no request.
-          SpecError: ``programs`` are of another model, layout or config.
+          SpecError: The pool cannot have a prefix cache, or ``programs`` are of
+            another model, layout or config.
         """
         self.config = config or EngineConfig()
         self.layout = engine_layout(model, pool_bytes=pool_bytes, config=self.config)
@@ -95,7 +97,8 @@ class Engine:
             raise SpecError(
                 "programs were built for another model, pool or config: leave them out"
             )
-        self.scheduler = Scheduler(self.config, Ledger(self.layout))
+        spec = PrefixSpec.of(self.layout) if self.config.prefix_cache else None
+        self.scheduler = Scheduler(self.config, Ledger(self.layout, spec))
         self._device = Device(self.programs, weights)
         self._trace = None if trace_path is None else Trace(trace_path)
         self._vocab_size = model.vocab_size
@@ -237,7 +240,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counts and the present load; reads nothing from the device."""
-        mirror = self.scheduler.ledger.mirror
+        holdings, layout = self.scheduler.holdings, self.layout
+        mirror, cached = holdings.ledger.mirror, holdings.evictable_pages()
         return EngineStats(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
@@ -249,10 +253,22 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             used_bytes={
                 sub.name: mirror.live(sub.name) * sub.page_bytes
-                for sub in self.layout.sub_pools
+                for sub in layout.sub_pools
             },
-            pool_bytes=self.layout.pool_bytes,
+            cached_bytes={
+                sub.name: cached.get(sub.name, 0) * sub.page_bytes
+                for sub in layout.sub_pools
+            },
+            pool_bytes=layout.pool_bytes,
+            prefix_hit_tokens=holdings.num_hit,
+            prefix_lookup_tokens=holdings.num_looked_up,
         )
+
+    def clear_prefix_cache(self) -> None:
+        """Give back every page and state that only the prefix cache holds."""
+        holdings = self.scheduler.holdings
+        holdings.clear()
+        self._device.run(StepPlan(actions=holdings.take_actions()), None)
 
     def verify(self) -> None:
         """Check every invariant of the pool, and that the host counts as it does.
@@ -278,7 +294,7 @@ class Engine:
     def _dispatch(self, plan: StepPlan, shape: StepShape | None) -> _InFlight | None:
         """Send a plan to the device; return what to read later."""
         results = self._device.run(plan, shape)
-        self._num_moves += plan.room is not None
+        self._num_moves += sum(isinstance(action, Room) for action in plan.actions)
         if shape is None or results is None:
             return None
         self._num_steps += 1

@@ -5,14 +5,16 @@ lengths that the host planned, also for a row that turns out to have stopped: it
 its pages until it is released. So nothing read from the device changes a count.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from ukv.allocator import PoolMirror
-from ukv.engine.window import pages_behind, window_halves
+from ukv.engine.prefix_spec import PrefixSpec
+from ukv.engine.window import first_half, window_halves
 from ukv.errors import BudgetError
-from ukv.layout import PoolLayout, RequestShape, pages_of_request
+from ukv.layout import PoolLayout, RequestShape, SubPoolLayout, pages_of_request
 from ukv.layout.capacity import pages_fit
 
 Pages = dict[str, int]
@@ -27,17 +29,40 @@ def add_pages(*counts: Mapping[str, int]) -> Pages:
     return total
 
 
+@dataclasses.dataclass(frozen=True)
+class Advance:
+    """New tokens of a row in one pass.
+
+    Attributes:
+      context_len: Tokens that it has.
+      query_len: New ones.
+      hit_len: Tokens that it found when it was admitted.
+      num_cached: Its first pages, those that the prefix cache holds too.
+    """
+
+    context_len: int
+    query_len: int
+    hit_len: int = 0
+    num_cached: int = 0
+
+
 class Ledger:
     """Counts of one pool: what is held, what a step adds, what would fit.
 
     Attributes:
       layout: The pool's layout.
+      prefix_spec: What a cached prefix consists of; None without a prefix cache.
+      kept_tokens: Tokens for which rows hold window halves longer than they see them.
       mirror: The device's counters after all that was dispatched.
     """
 
-    def __init__(self, layout: PoolLayout) -> None:
+    def __init__(
+        self, layout: PoolLayout, prefix_spec: PrefixSpec | None = None
+    ) -> None:
         """Start with an empty pool."""
         self.layout = layout
+        self.prefix_spec = prefix_spec
+        self.kept_tokens = 0 if prefix_spec is None else prefix_spec.kept_tokens
         self.mirror = PoolMirror.create(layout)
         self._growing = [sub for sub in layout.owners if sub.spec.grows]
         self._windows = window_halves(layout)
@@ -53,13 +78,16 @@ class Ledger:
             for sub in self._growing
         }
 
-    def held(self, context_len: int) -> Pages:
+    def _first_half(self, sub: SubPoolLayout, context_len: int, hit_len: int) -> int:
+        return int(first_half(sub, context_len, hit_len, self.kept_tokens, np))
+
+    def held(self, context_len: int, hit_len: int = 0) -> Pages:
         """Return the pages by sub-pool that a row of this length holds."""
         pages = {}
         for sub in self.layout.sub_pools:
             pages[sub.name] = -(-context_len // sub.page_size) if sub.spec.grows else 1
         for sub in self._windows:
-            pages[sub.name] -= int(pages_behind(sub, context_len, np))
+            pages[sub.name] -= self._first_half(sub, context_len, hit_len)
         return pages
 
     def most_held(self, num_tokens: int, chunk_len: int) -> Pages:
@@ -69,8 +97,10 @@ class Ledger:
           num_tokens: Its length at the end.
           chunk_len: Most tokens of a step.
         """
+        # Tokens that are held for the cache count as if the chunk were longer.
         shape = RequestShape(
-            num_tokens=num_tokens, chunk_len=min(chunk_len, num_tokens)
+            num_tokens=num_tokens,
+            chunk_len=min(chunk_len + self.kept_tokens, num_tokens),
         )
         whole = RequestShape(num_tokens=num_tokens, chunk_len=num_tokens)
         return {
@@ -117,42 +147,73 @@ class Ledger:
         """Return whether ``needs`` by owner can be allocated now, moving if need be."""
         return self.mirror.can_allocate(needs)
 
-    def release(self, context_len: int) -> None:
-        """Follow the release of a row of this length."""
-        self.mirror = self.mirror.release(self.held(context_len))
+    def release(
+        self,
+        context_len: int,
+        hit_len: int = 0,
+        outlives: Mapping[str, int] | None = None,
+    ) -> None:
+        """Follow the release of a row.
+
+        Args:
+          context_len: Its length.
+          hit_len: Tokens that it found when it was admitted.
+          outlives: By sub-pool, how many of its pages the cache holds too.
+        """
+        outlives = outlives or {}
+        held = self.held(context_len, hit_len)
+        self.drop({name: n - outlives.get(name, 0) for name, n in held.items()})
+
+    def alloc(self, needs: Mapping[str, int]) -> None:
+        """Follow an allocation of pages by owner, which fits as it is."""
+        self.mirror = self.mirror.alloc(needs)
+
+    def drop(self, pages: Mapping[str, int]) -> None:
+        """Follow the death of pages by sub-pool."""
+        self.mirror = self.mirror.release(pages)
+
+    def make_room(self, needs: Mapping[str, int]) -> Pages | None:
+        """Follow the move that ``needs`` by owner wait for; None if they fit as is."""
+        needs = add_pages(dict.fromkeys(self.state_pages, 0), needs)
+        if self.mirror.fits_in_place(needs):
+            return None
+        self.mirror = self.mirror.make_room(needs)
+        return needs
 
     def spend(
         self,
         states: Mapping[str, int],
-        advances: Iterable[Sequence[tuple[int, int]]],
+        advances: Iterable[Iterable[Advance]],
     ) -> Pages | None:
         """Follow a step: room if need be, states, then pages pass by pass.
 
         Args:
           states: Slots by owner for rows that begin.
-          advances: For each pass on the device the ``(context_len, query_len)`` of
-            every row in it.
+          advances: For each pass on the device every row in it.
 
         Returns:
           What to make room for before the step, or None if all fits as it is.
         """
         passes = [list(rows) for rows in advances]
-        growths = [add_pages(*(self.growth(*row) for row in rows)) for rows in passes]
-        needs = add_pages(dict.fromkeys(self.state_pages, 0), states, *growths)
-        room = None
-        if not self.mirror.fits_in_place(needs):
-            self.mirror = self.mirror.make_room(needs)
-            room = needs
+        growths = [
+            add_pages(*(self.growth(row.context_len, row.query_len) for row in rows))
+            for rows in passes
+        ]
+        room = self.make_room(add_pages(states, *growths))
         self.mirror = self.mirror.alloc(states)
         for rows, growth in zip(passes, growths, strict=True):
             self.mirror = self.mirror.alloc(growth)
-            gone = {
-                sub.name: sum(
-                    int(pages_behind(sub, context + query, np))
-                    - int(pages_behind(sub, context, np))
-                    for context, query in rows
-                )
-                for sub in self._windows
-            }
-            self.mirror = self.mirror.release(gone)
+            self.drop(
+                {
+                    sub.name: sum(self._num_left_behind(sub, row) for row in rows)
+                    for sub in self._windows
+                }
+            )
         return room
+
+    def _num_left_behind(self, sub: SubPoolLayout, row: Advance) -> int:
+        """Return how many halves die with a row's new tokens: not the cached ones."""
+        end = row.context_len + row.query_len
+        first = self._first_half(sub, row.context_len, row.hit_len)
+        last = self._first_half(sub, end, row.hit_len)
+        return max(last - max(first, row.num_cached), 0)

@@ -41,11 +41,15 @@ class Dropped:
         into.setdefault(name, []).append(page)
         self.num_pages[name] = self.num_pages.get(name, 0) + 1
 
+    def add_slot(self, name: str, slot: int) -> None:
+        """Drop a slot of a state."""
+        self._add(self.states, name, slot)
+
     def add_state(self, tree: RadixTree, node: PageNode) -> None:
         """Drop the state of a node."""
         assert node.state is not None
         for name, slot in zip(tree.spec.states, node.state, strict=True):
-            self._add(self.states, name, slot)
+            self.add_slot(name, slot)
         node.state = None
         tree.update(node)
 
@@ -151,4 +155,21 @@ def drop_all(tree: RadixTree) -> Dropped:
     dropped = Dropped()
     while _drop_one(tree, dropped, range(tree.num_components)):
         pass
+    return dropped
+
+
+def drop_subtree(tree: RadixTree, top: PageNode) -> Dropped:
+    """Drop a page and all that follow it, as far as no row holds them."""
+    dropped, nodes, todo = Dropped(), [], [top]
+    while todo:
+        node = todo.pop()
+        nodes.append(node)
+        todo.extend(node.children.values())
+    for node in reversed(nodes):
+        if not (node.children or node.pins):
+            tree.set_anchor(node, is_anchor=False)
+            if node.state is not None:
+                dropped.add_state(tree, node)
+            dropped.add_page(tree.spec, node)
+            tree.remove(node)
     return dropped

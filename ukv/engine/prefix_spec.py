@@ -43,19 +43,26 @@ class PrefixSpec:
     def __post_init__(self) -> None:
         """Check that there are pages."""
         if not self.owners:
-            raise SpecError("no sub-pool grows with tokens: there is no prefix to keep")
+            raise SpecError(
+                "no sub-pool grows with tokens, so there is no prefix to keep: set "
+                "prefix_cache=False"
+            )
 
     @classmethod
     def of(cls, layout: PoolLayout) -> "PrefixSpec":
         """Return the spec of a pool's layout.
 
         Raises:
-          SpecError: Page sizes differ, or nothing grows with tokens.
+          SpecError: Page sizes differ, or nothing grows with tokens; the message
+            says what to do without.
         """
         owners = [sub for sub in layout.owners if sub.spec.grows]
         sizes = {sub.name: sub.page_size for sub in owners}
         if len(set(sizes.values())) > 1:
-            raise SpecError(f"cached prefixes need one page size, got {sizes}")
+            raise SpecError(
+                f"cached prefixes need one page size, got {sizes}: set "
+                "prefix_cache=False, or give all sub-pools that grow the same"
+            )
         places = {owner.index: place for place, owner in enumerate(owners)}
         return cls(
             page_size=owners[0].page_size if owners else 1,
@@ -77,6 +84,11 @@ class PrefixSpec:
         if not self.states:
             return self.page_size
         return math.lcm(CHECKPOINT_GRID, self.page_size)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens for which a row holds halves longer than its window sees them."""
+        return self.grid if self.windows else 0
 
     def last_end(self, num_tokens: int, *, num_computed: int = 1) -> int:
         """Return where the longest usable prefix of a prompt could end.
@@ -104,7 +116,7 @@ class PrefixSpec:
 
         One grid step more than its own next token sees: the tail of ``last_end``.
         """
-        first_token = context_len - window.size - self.grid + 1
+        first_token = context_len - window.size - self.kept_tokens + 1
         return max(first_token, 0) // self.page_size
 
     def chunk_ends(self, prompt_len: int, full_len: int) -> Sequence[int]:

@@ -5,7 +5,8 @@ gone. Sequences are served by rank: priority, then arrival. Three rules follow:
 
     admit     the first that waits, if its known tokens and next step fit beside those
               of everyone who runs; nobody overtakes it
-    serve     by rank; who finds no pages takes them from the last in rank
+    serve     by rank; who finds no pages takes them from the prefix cache, then from
+              the last in rank
     retract   give pages and row back and wait again, by the old rank; tokens drawn so
               far are kept and fed again
 
@@ -14,11 +15,13 @@ refused at once, so somebody always advances.
 """
 
 import bisect
+import functools as ft
 from collections.abc import Iterable
 
 from ukv.engine.config import EngineConfig
-from ukv.engine.ledger import Ledger, Pages, add_pages
-from ukv.engine.plan import Admission, Chunk, Release, StepPlan
+from ukv.engine.holdings import Holdings
+from ukv.engine.ledger import Advance, Ledger, Pages, add_pages
+from ukv.engine.plan import Admission, Chunk, Room, StepPlan
 from ukv.engine.request import FinishReason, Request
 from ukv.engine.sequence import Sequence
 from ukv.errors import PoolStateError
@@ -28,15 +31,15 @@ class Scheduler:
     """The sequences of an engine.
 
     Attributes:
-      ledger: The bytes that they hold.
+      holdings: What they hold, and the prefix cache.
       waiting: Those without a row, by rank.
       running: Those with a row, by rank.
       num_retractions: How often a sequence lost its pages.
     """
 
     def __init__(self, config: EngineConfig, ledger: Ledger) -> None:
-        """Start with nobody."""
-        self.ledger = ledger
+        """Start with nobody; there is a prefix cache if the ledger has a spec of it."""
+        self.holdings = Holdings(ledger)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_retractions = 0
@@ -44,8 +47,14 @@ class Scheduler:
         self._max_decode_rows = config.max_rows
         self._max_step_tokens = config.max_step_tokens
         self._leaving: list[Sequence] = []
+        self._to_keep: list[Sequence] = []
         self._free_rows = list(range(config.max_rows - 1, -1, -1))
         self._num_arrived = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes that they hold."""
+        return self.holdings.ledger
 
     @property
     def is_idle(self) -> bool:
@@ -93,16 +102,16 @@ class Scheduler:
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Forget all rows and pages: these sequences wait, with the tokens they have.
 
-        What they had in flight is lost, and is drawn again.
+        What they had in flight is lost, and is drawn again. What was cached is lost.
         """
-        self.ledger = Ledger(self.ledger.layout)
+        self.holdings = self.holdings.emptied()
         self.running.clear()
         self._leaving.clear()
+        self._to_keep.clear()
         self._free_rows = list(range(self._config.max_rows - 1, -1, -1))
         self.waiting = sorted(sequences, key=lambda found: found.rank)
         for sequence in self.waiting:
-            sequence.row, sequence.context_len = None, 0
-            sequence.has_last_token = False
+            sequence.lose_row()
             sequence.num_sampled = len(sequence.generated)
 
     def plan(self) -> StepPlan | None:
@@ -111,10 +120,14 @@ class Scheduler:
         Raises:
           PoolStateError: Somebody runs and nobody can be served.
         """
-        releases = [self._release(sequence) for sequence in self._leaving]
+        for sequence in self._to_keep:
+            self.holdings.keep(sequence)
+        self._to_keep.clear()
+        for sequence in self._leaving:
+            self._release(sequence)
         self._leaving.clear()
         admitted = self._admit()
-        chunks = self._serve(releases, admitted)
+        chunks = self._serve(admitted)
         if not chunks and self.running:
             first = self.running[0]
             raise PoolStateError(
@@ -122,30 +135,28 @@ class Scheduler:
                 f"pages: {self.ledger.mirror.counters} in a pool of "
                 f"{self.ledger.layout.pool_bytes:,} bytes"
             )
-        if not chunks and not releases:
+        actions = self.holdings.take_actions()
+        if not chunks and not actions:
             return None
         is_decode = all(chunk.is_decoding for chunk in chunks)
         states = add_pages(*(self.ledger.state_pages for _ in admitted))
         room = self.ledger.spend(states, self._passes(chunks, is_decode))
+        if room is not None:
+            actions = (*actions, Room(num_pages=room))
         for chunk in chunks:
             self._advance(chunk)
         return StepPlan(
-            releases=tuple(releases),
-            room=room,
+            actions=actions,
             admissions=tuple(admitted),
             chunks=tuple(chunks),
             is_decode=is_decode,
         )
 
-    def _release(self, sequence: Sequence) -> Release:
-        """Count a row's pages as free and forget the row."""
+    def _release(self, sequence: Sequence) -> None:
+        """Take a sequence's row and pages."""
         assert sequence.row is not None
-        self.ledger.release(sequence.context_len)
         self._free_rows.append(sequence.row)
-        release = Release(row=sequence.row, context_len=sequence.context_len)
-        sequence.row, sequence.context_len = None, 0
-        sequence.has_last_token = False
-        return release
+        self.holdings.release(sequence)
 
     def _most_held(self, sequence: Sequence) -> Pages:
         """Return the most pages it holds until all known tokens and one step are in."""
@@ -169,23 +180,32 @@ class Scheduler:
         budget -= sum(sequence.num_left for sequence in self.running)
         while self.waiting and self._free_rows and budget > 0:
             first = self.waiting[0]
-            together = add_pages(held, self._most_held(first))
             # A token in flight must be known before it can be fed again.
-            if not (first.is_settled and self.ledger.fits(together)):
+            if not first.is_settled:
+                break
+            fits = ft.partial(self._fits_beside, first, held)
+            admission = self.holdings.begin(first, self._free_rows[-1], fits)
+            if admission is None:
                 break
             self.waiting.pop(0)
-            first.row = self._free_rows.pop()
+            self._free_rows.pop()
             bisect.insort(self.running, first, key=lambda found: found.rank)
-            admitted.append(Admission(sequence=first, row=first.row))
-            held, budget = together, budget - first.num_left
+            admitted.append(admission)
+            held = add_pages(held, self._most_held(first))
+            budget -= first.num_left
         return admitted
 
-    def _serve(self, releases: list[Release], admitted: list[Admission]) -> list[Chunk]:
+    def _fits_beside(self, sequence: Sequence, held: Pages) -> bool:
+        """Return whether a sequence fits beside those who run and may hold ``held``."""
+        together = add_pages(held, self._most_held(sequence))
+        return self.holdings.fits([*self.running, sequence], together)
+
+    def _serve(self, admitted: list[Admission]) -> list[Chunk]:
         """Give rows their new tokens; if pages are short, by rank."""
         chosen = self._choose()
         growths = [self.ledger.growth(s.context_len, length) for s, length in chosen]
         states = add_pages(*(self.ledger.state_pages for _ in admitted))
-        if self.ledger.can_serve(add_pages(states, *growths)):
+        if self.holdings.can_serve(add_pages(states, *growths)):
             return [_chunk(sequence, length) for sequence, length in chosen]
         # Who was admitted just now fits beside all others.
         assert not admitted
@@ -194,11 +214,11 @@ class Scheduler:
         for (sequence, query_len), growth in zip(chosen, growths, strict=True):
             if sequence.row is None:
                 continue  # it was retracted for one before it
-            while not self.ledger.can_serve(add_pages(needs, growth)):
+            while not self.holdings.can_serve(add_pages(needs, growth)):
                 last = self._last_in_rank(sequence)
                 if last is None:
                     break
-                releases.append(self._retract(last))
+                self._retract(last)
             else:
                 needs = add_pages(needs, growth)
                 chunks.append(_chunk(sequence, query_len))
@@ -219,7 +239,11 @@ class Scheduler:
             if sequence.has_last_token:
                 query_len, size = min(passes, sequence.num_unsampled), 1
             else:
-                query_len = size = min(sequence.num_left, budget)
+                stop = next(
+                    (end for end in sequence.chunk_ends if end > sequence.context_len),
+                    sequence.target_len,
+                )
+                query_len = size = min(stop - sequence.context_len, budget)
                 budget -= query_len
             if 0 < size <= most:
                 chosen.append((sequence, query_len))
@@ -236,23 +260,20 @@ class Scheduler:
             return self.running[-2]
         return None
 
-    def _retract(self, sequence: Sequence) -> Release:
+    def _retract(self, sequence: Sequence) -> None:
         """Take a sequence's pages and row; it waits again, by its old rank."""
         self.running.remove(sequence)
-        release = self._release(sequence)
+        self._release(sequence)
         sequence.num_retractions += 1
         self.num_retractions += 1
         bisect.insort(self.waiting, sequence, key=lambda found: found.rank)
-        return release
 
-    def _passes(
-        self, chunks: list[Chunk], is_decode: bool
-    ) -> list[list[tuple[int, int]]]:
-        """Return the lengths of every row in each pass on the device."""
+    def _passes(self, chunks: list[Chunk], is_decode: bool) -> list[list[Advance]]:
+        """Return every row in each pass on the device."""
         if not is_decode:
-            return [[(chunk.context_len, chunk.query_len) for chunk in chunks]]
+            return [[chunk.advance(0, chunk.query_len) for chunk in chunks]]
         return [
-            [(c.context_len + done, 1) for c in chunks if done < c.query_len]
+            [chunk.advance(done, 1) for chunk in chunks if done < chunk.query_len]
             for done in range(self._config.decode_steps)
         ]
 
@@ -260,6 +281,11 @@ class Scheduler:
         """Count a chunk's tokens; who needs no other step leaves."""
         sequence = chunk.sequence
         sequence.context_len += chunk.query_len
+        self.holdings.advance(sequence)
+        if not chunk.is_decoding:
+            sequence.num_prefilled = sequence.context_len
+            if chunk.is_sampled or sequence.context_len in sequence.chunk_ends:
+                self._to_keep.append(sequence)
         if chunk.is_sampled:
             sequence.num_sampled += chunk.query_len if chunk.is_decoding else 1
             sequence.has_last_token = True

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ukv.engine.prefix_cache import Lease
 from ukv.engine.request import FinishReason, Request, TokenScore
 
 
@@ -18,6 +19,10 @@ class Sequence:
       seed: Seed of its tokens.
       row: Its row on the device; None while it waits.
       context_len: Tokens in the pool.
+      num_prefilled: Those of them that were known when they were computed.
+      hit_len: Those of them that it found there when it was admitted.
+      lease: What it holds of the prefix cache; None without a row or a cache.
+      chunk_ends: Lengths at which its prefill stops, so that they can be cached.
       num_sampled: Tokens drawn, those in flight included.
       generated: Tokens read back.
       prompt_scores: By place in the prompt, if they are asked for.
@@ -33,6 +38,10 @@ class Sequence:
     seed: int
     row: int | None = None
     context_len: int = 0
+    num_prefilled: int = 0
+    hit_len: int = 0
+    lease: Lease | None = None
+    chunk_ends: tuple[int, ...] = ()
     num_sampled: int = 0
     generated: list[int] = dataclasses.field(default_factory=list)
     prompt_scores: dict[int, TokenScore] = dataclasses.field(default_factory=dict)
@@ -67,9 +76,39 @@ class Sequence:
         return self.num_sampled == len(self.generated)
 
     @property
+    def num_uncached(self) -> int:
+        """Tokens at its end that have to be computed, whatever is cached of them."""
+        first = self.request.params.scores_from
+        if first is None or self.generated:
+            return 1
+        # The score of a token comes from the logits of the one before it.
+        return self.target_len - (first - 1 + len(self.prompt_scores))
+
+    @property
     def is_suspect(self) -> bool:
         """Whether it has not passed the place where a step failed with it."""
         return self.context_len <= self.suspect_len
+
+    @property
+    def num_computed(self) -> int:
+        """Known tokens whose pages the device has surely written."""
+        # Of those that the device drew itself the last one is fed only if it stopped
+        # no row, and there may be steps behind it that the host planned in vain.
+        num_fed = max(len(self.generated) - 1, 0)
+        num_drawn = min(self.context_len, len(self.request.prompt) + num_fed)
+        return max(self.num_prefilled, num_drawn)
+
+    def take_hit(self, lease: Lease, hit_len: int) -> None:
+        """Begin with a cached prefix."""
+        self.lease = lease
+        self.context_len = self.num_prefilled = self.hit_len = hit_len
+
+    def lose_row(self) -> None:
+        """Forget the row and what the pool had of the sequence."""
+        self.row, self.lease = None, None
+        self.context_len = self.num_prefilled = self.hit_len = 0
+        self.chunk_ends = ()
+        self.has_last_token = False
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return known tokens by position."""

@@ -21,6 +21,9 @@ class EngineStats:
       num_running: Requests with a row.
       num_waiting: Requests without.
       used_bytes: Bytes of bound pages by sub-pool.
+      cached_bytes: Those of them that only the prefix cache holds.
+      prefix_lookup_tokens: Tokens of requests that began, or began again.
+      prefix_hit_tokens: Those of them that were cached and not computed again.
       pool_bytes: Bytes of the pool.
     """
 
@@ -33,7 +36,15 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     used_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    cached_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     pool_bytes: int = 0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Of the tokens of requests that began, the part that was cached."""
+        return self.prefix_hit_tokens / max(self.prefix_lookup_tokens, 1)
 
 
 class Trace:

@@ -216,6 +216,8 @@ def _run_pass(
         logits = logits[jnp.maximum(cu_query_lens[1:] - 1, 0)]
     pool = release_behind_windows(
         pool,
+        state,
+        rows.ids,
         tables,
         rows.context_lens,
         rows.query_lens,

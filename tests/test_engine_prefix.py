@@ -1,0 +1,52 @@
+"""The engine with a prefix cache: what hits changes no bit of what is drawn."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.engine_runs import (
+    CONFIG,
+    engine,
+    greedy,
+    loaded,
+    require_empty,
+)
+
+COLD = dataclasses.replace(CONFIG, prefix_cache=False)
+FAMILIES = ["llama", "kimi_linear", "gemma3", "hybrid"]
+# A page each; states are left on a grid of 64 tokens.
+ROOMY_BYTES = 1_500_000
+GRID = {"llama": 16, "kimi_linear": 64, "gemma3": 16, "hybrid": 64}
+
+
+def drawn(run, prompt, num_new=8, **fields):
+    """Return tokens and log-probabilities of one request."""
+    outputs = list(run.generate([prompt], greedy(num_new, logprobs=True, **fields)))
+    run.verify()
+    tokens = [token for output in outputs for token in output.new_tokens]
+    return tokens, [x for output in outputs for x in output.new_logprobs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hit_gives_the_bits_of_a_cold_run(family):
+    vocab = loaded(family).model.vocab_size
+    rng = np.random.default_rng(3)
+    first = rng.integers(vocab, size=131).tolist()
+    other = [*first[:90], *rng.integers(vocab, size=30).tolist()]
+    longer = [*first, *rng.integers(vocab, size=20).tolist()]
+    cold = engine(family, pool_bytes=ROOMY_BYTES, config=COLD)
+    warm = engine(family, pool_bytes=ROOMY_BYTES)
+    grid, hit = GRID[family], 0
+    # States and windows are left where a prompt ends, and where one branched off.
+    branch = 90 if family == "llama" else 0
+    cached_lens = [0, 130, branch, 119, 131]
+    for prompt, cached_len in zip(
+        [first, first, other, other, longer], cached_lens, strict=True
+    ):
+        assert drawn(warm, prompt) == drawn(cold, prompt)
+        now = warm.stats().prefix_hit_tokens
+        assert now - hit == cached_len // grid * grid
+        hit = now
+    assert cold.stats().prefix_hit_tokens == 0
+    require_empty(warm)
