@@ -53,6 +53,12 @@ def _values(values: tuple | None) -> str:
     return "any" if values is None else ", ".join(map(str, values))
 
 
+def _widths(line: Support) -> str:
+    if line.max_width is None:
+        return _values(line.widths)
+    return f"up to {line.max_width}"
+
+
 def support_page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
@@ -67,7 +73,7 @@ def support_page() -> str:
                 _values(line.page_sizes),
                 _values(line.storage_dtypes),
                 _values(line.compute_dtypes),
-                _values(line.widths),
+                _widths(line),
             )
             parts.append("| " + " | ".join(cells) + " |")
     return "\n".join(parts) + "\n"

@@ -6,6 +6,7 @@ table is the support matrix of the documentation.
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from typing import Literal
 
@@ -70,6 +71,7 @@ class Support:
       storage_dtypes: Names of dtypes in the pool.
       compute_dtypes: Names of dtypes of the queries or values.
       widths: As in ``OpCase``.
+      max_width: Largest of the widths.
     """
 
     implementation: Implementation
@@ -80,6 +82,7 @@ class Support:
     storage_dtypes: tuple[str, ...] | None = None
     compute_dtypes: tuple[str, ...] | None = None
     widths: tuple[tuple[int, ...], ...] | None = None
+    max_width: int | None = None
 
     def refusal(self, case: OpCase, target: Target) -> str | None:
         """Return why this line does not cover ``case`` on ``target``, or None."""
@@ -102,10 +105,36 @@ class Support:
                 return f"has {field} {', '.join(map(str, allowed))}, not {asked}"
         if self.widths is not None and case.widths not in self.widths:
             return f"has widths {', '.join(map(str, self.widths))}, not {case.widths}"
+        if self.max_width is not None and max(case.widths) > self.max_width:
+            return f"has widths up to {self.max_width}, not {case.widths}"
+        if self.implementation == "triton" and not _HAS_TRITON:
+            return "needs Triton, which is not installed: install ukv[cuda12]"
         return None
 
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
+
+_GQA = (
+    Support(
+        implementation="triton",
+        platforms=("gpu",),
+        min_capability=80,
+        storage_dtypes=QUERY_DTYPES,
+        compute_dtypes=QUERY_DTYPES,
+        max_width=256,
+    ),
+    Support(
+        implementation="triton",
+        platforms=("gpu",),
+        min_capability=89,
+        storage_dtypes=("float8_e4m3fn", "float8_e5m2"),
+        compute_dtypes=QUERY_DTYPES,
+        max_width=256,
+    ),
+    Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
+)
 
 _STATE_REFERENCE = Support(
     implementation="xla",
@@ -120,9 +149,12 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
         Support(implementation="triton", platforms=("gpu",), min_capability=80),
         Support(implementation="xla"),
     ),
-    "write_kv": (Support(implementation="xla"),),
-    "gqa_attention": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
-    "gqa_decode": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "write_kv": (
+        Support(implementation="triton", platforms=("gpu",), min_capability=80),
+        Support(implementation="xla"),
+    ),
+    "gqa_attention": _GQA,
+    "gqa_decode": _GQA,
     "mla_decode": (
         Support(
             implementation="mosaic_gpu",

@@ -6,6 +6,8 @@ tokens are in the pool before the call. Pages behind the window may have been
 released: their table entries, like those past a row's live pages, may hold anything.
 """
 
+import dataclasses
+
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -13,6 +15,7 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
+from ukv.ops.gpu_kernels import paged_part, triton_kernels
 from ukv.ops.online_softmax import (
     BlockShape,
     ReadBlock,
@@ -76,21 +79,36 @@ def gqa_attention(
     Source: Ainslie et al., GQA (arXiv:2305.13245). Sinks and window bounds:
     openai/gpt-oss, gpt_oss/torch/model.py. Soft cap: Gemma 2 (arXiv:2408.00118).
     """
-    resolve("gqa_attention", implementation, _case(q, k_view, v_view))
+    chosen = resolve("gqa_attention", implementation, _case(q, k_view, v_view))
     num_rows = kv_lens.shape[0]
     if cu_query_lens.shape[0] != num_rows + 1:
         raise ValueError(
             f"cu_query_lens has {cu_query_lens.shape[0]} entries, {num_rows} rows "
             f"need {num_rows + 1}"
         )
-    shape, read_block = _reader(q, buffers, k_view, v_view, table, num_rows)
+    table_ids = _table_ids(q, k_view, v_view, table, num_rows)
+    scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
+    if chosen == "triton":
+        return triton_kernels("gqa_extend_triton").gqa_extend(
+            q,
+            buffers[k_view.buffer_index],
+            buffers[v_view.buffer_index],
+            table_ids,
+            cu_query_lens,
+            kv_lens,
+            k=paged_part(k_view),
+            v=paged_part(v_view),
+            sinks=sinks,
+            **dataclasses.asdict(scoring),
+        )
+    shape, read_block = _reader(q, buffers, k_view, v_view, table_ids)
     block_q = max(1, min(max_query_len, BLOCK_Q))
     packed = cut_packed(cu_query_lens, kv_lens, num_tokens=q.shape[0], block_q=block_q)
     out, lse = attend_tiles(
         tile_queries(q, packed),
         packed.tiles,
         read_block,
-        Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap),
+        scoring,
         shape,
         sinks=sinks,
     )
@@ -139,13 +157,27 @@ def gqa_decode(
 
     Source: as ``gqa_attention``.
     """
-    resolve("gqa_decode", implementation, _case(q, k_view, v_view))
-    shape, read_block = _reader(q, buffers, k_view, v_view, table, kv_lens.shape[0])
+    chosen = resolve("gqa_decode", implementation, _case(q, k_view, v_view))
+    table_ids = _table_ids(q, k_view, v_view, table, kv_lens.shape[0])
+    scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
+    if chosen == "triton":
+        return triton_kernels("gqa_decode_triton").gqa_decode(
+            q,
+            buffers[k_view.buffer_index],
+            buffers[v_view.buffer_index],
+            table_ids,
+            kv_lens,
+            k=paged_part(k_view),
+            v=paged_part(v_view),
+            sinks=sinks,
+            **dataclasses.asdict(scoring),
+        )
+    shape, read_block = _reader(q, buffers, k_view, v_view, table_ids)
     return attend_tiles(
         q,
         one_tile_per_row(kv_lens, q.shape[1]),
         read_block,
-        Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap),
+        scoring,
         shape,
         sinks=sinks,
     )
@@ -160,15 +192,14 @@ def _case(q: jax.Array, k_view: PartView, v_view: PartView) -> OpCase:
     )
 
 
-def _reader(
+def _table_ids(
     q: jax.Array,
-    buffers: Buffers,
     k_view: PartView,
     v_view: PartView,
     table: KernelBlocks,
     num_rows: int,
-) -> tuple[BlockShape, ReadBlock]:
-    """Check the shapes, and return how blocks of K and V are read."""
+) -> jax.Array:
+    """Check the shapes, and return the ids of the read table."""
     num_kv_heads, key_dim = k_view.shape
     if v_view.shape[0] != num_kv_heads or q.shape[-2] % num_kv_heads:
         raise ValueError(
@@ -177,7 +208,17 @@ def _reader(
         )
     if q.shape[-1] != key_dim:
         raise ValueError(f"q has heads of {q.shape[-1]}, K has heads of {key_dim}")
-    table_ids = table_of(table, (k_view, v_view), num_rows=num_rows)
+    return table_of(table, (k_view, v_view), num_rows=num_rows)
+
+
+def _reader(
+    q: jax.Array,
+    buffers: Buffers,
+    k_view: PartView,
+    v_view: PartView,
+    table_ids: jax.Array,
+) -> tuple[BlockShape, ReadBlock]:
+    """Return how blocks of K and V are read."""
     num_pages = pages_per_block(k_view.page_size, table_ids.shape[1])
 
     def read_block(
@@ -190,7 +231,7 @@ def _reader(
 
     shape = BlockShape(
         block_kv=num_pages * k_view.page_size,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=k_view.shape[0],
         value_width=v_view.shape[1],
     )
     return shape, read_block

@@ -1,5 +1,8 @@
 """Writes of new tokens' entries into the pool, at locations translated before."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
@@ -7,7 +10,10 @@ from ukv.ids import WriteLocations, require_ids
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.pool import write_entries
+from ukv.ops.gpu_kernels import triton_kernels
+from ukv.pool import entries_to_words, write_entries
+
+_Write = tuple[PartView, jax.Array]
 
 
 def first_rows(locations: WriteLocations, view: PartView) -> Int32[Array, "*batch"]:
@@ -64,6 +70,7 @@ def write_kv(
     if len(views) != len(values):
         raise ValueError(f"{len(views)} views take as many values, not {len(values)}")
     written = list(buffers)
+    by_buffer: dict[int, list[_Write]] = {}
     for view, value in zip(views, values, strict=True):
         checked = require_ids(
             locations, WriteLocations, owner=view.sub_pool, argument="locations"
@@ -80,11 +87,42 @@ def write_kv(
             compute_dtype=value.dtype.name,
             widths=(view.num_elements,),
         )
-        resolve("write_kv", implementation, case)
-        written[view.buffer_index] = write_entries(
-            written[view.buffer_index],
-            view,
-            first_rows(checked, view).reshape(-1),
-            value.reshape(-1, *view.shape),
-        )
+        chosen = resolve("write_kv", implementation, case)
+        entries = value.reshape(-1, *view.shape)
+        if chosen == "triton":
+            by_buffer.setdefault(view.buffer_index, []).append((view, entries))
+        else:
+            written[view.buffer_index] = write_entries(
+                written[view.buffer_index],
+                view,
+                first_rows(checked, view).reshape(-1),
+                entries,
+            )
+    for index, writes in by_buffer.items():
+        written[index] = _write_with_triton(written[index], locations, writes)
     return tuple(written)
+
+
+def _write_with_triton(
+    buffer: jax.Array, locations: WriteLocations, writes: list[_Write]
+) -> jax.Array:
+    """Write entries of some parts, two at a time, in the storage dtype."""
+    kernels = triton_kernels("kv_write_triton")
+    blocks, offsets = locations.blocks.reshape(-1), locations.offsets.reshape(-1)
+    for parts in itertools.batched(writes, 2):
+        buffer = kernels.write_entries(
+            buffer,
+            blocks,
+            offsets,
+            tuple(entries_to_words(entries, view) for view, entries in parts),
+            tuple(
+                kernels.EntryPlace(
+                    block=view.block_offset,
+                    block_words=view.page_size * view.row_words,
+                    entry_words=view.rows_per_entry * view.row_words,
+                )
+                for view, _ in parts
+            ),
+            page_size=parts[0][0].page_size,
+        )
+    return buffer

@@ -1,5 +1,6 @@
 """Contents of the pool: the state pytree, typed entries, page copies."""
 
+from ukv.pool.entries import entries_to_words as entries_to_words
 from ukv.pool.entries import read_blocks as read_blocks
 from ukv.pool.entries import read_entries as read_entries
 from ukv.pool.entries import write_entries as write_entries

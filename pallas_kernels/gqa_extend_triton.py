@@ -1,0 +1,380 @@
+"""GQA and MHA of packed rows: prefill, chunked prefill, mixed batches (Triton).
+
+A *tile* is some consecutive query tokens of one row, all query heads of one K/V head:
+the rows of one product. One program attends a tile to all keys that it sees, those of
+the step's own tokens included, which are in the pool by then. Tiles are cut from each
+row's own first token; tokens behind the last row are one more row, without keys.
+
+    rows     0 0 0 0 0 | 1 1 | padding      5 and 2 tokens, 2 of padding, tiles of 4
+    tiles    0 0 0 0 1 | 2 2 | 3 3
+
+Importing this module imports Triton.
+
+Source: Dao, FlashAttention-2 (arXiv:2307.08691).
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Float32, Int32, UInt32
+
+from pallas_kernels.paged_rows import PagedPart, next_power_of_2
+from pallas_kernels.paged_triton import addresses, finish
+from pallas_kernels.triton_launch import launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GqaExtendTritonConfig:
+    """Tuning of the extend kernel.
+
+    Attributes:
+        block_m: query rows of a tile, tokens times query heads of a K/V head.
+        block_kv: keys of a block.
+        num_warps: warps of a program.
+        num_stages: blocks of keys in flight.
+    """
+
+    block_m: int = 128
+    block_kv: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self):
+        """Checks the ranges."""
+        for name in ("block_m", "block_kv"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two from 16 up")
+
+
+# Triton compiles the source: a checking wrapper would hide the module's names from it.
+@triton.jit
+@typing.no_type_check
+def _attend_blocks(
+    acc,
+    m,
+    z,
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    k_block,
+    v_block,
+    position,
+    first_seen,
+    start,
+    stop,
+    limit,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    K_ENTRY: tl.constexpr,
+    V_ENTRY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Visits the blocks from start to stop; keys from first_seen to limit are read."""
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
+    step = tl.arange(0, BLOCK_KV)
+    # Blocks lie on a grid from position 0: a page of whole blocks has one address.
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_KV == 0
+    if ONE_PAGE:
+        next_page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < stop, other=0)
+    else:
+        key = start + step
+        next_page = tl.load(table_ptr + key // PAGE_SIZE, mask=key < limit, other=0)
+    for at in range(start, stop, BLOCK_KV):
+        key = at + step
+        page = next_page.to(tl.int64)
+        ahead = at + BLOCK_KV
+        if ONE_PAGE:
+            next_page = tl.load(
+                table_ptr + ahead // PAGE_SIZE, mask=ahead < limit, other=0
+            )
+            in_page = at % PAGE_SIZE
+            k_at = (page + k_block) * (PAGE_SIZE * K_ROW) + in_page * K_ENTRY
+            v_at = (page + v_block) * (PAGE_SIZE * V_ROW) + in_page * V_ENTRY
+            k_ptrs = k_ptr + k_at + (step * K_ENTRY)[:, None] + d[None, :]
+            v_ptrs = v_ptr + v_at + (step * V_ENTRY)[:, None] + e[None, :]
+        else:
+            next_page = tl.load(
+                table_ptr + (ahead + step) // PAGE_SIZE,
+                mask=ahead + step < limit,
+                other=0,
+            )
+            in_page = key % PAGE_SIZE
+            k_at = (page + k_block) * (PAGE_SIZE * K_ROW) + in_page * K_ENTRY
+            v_at = (page + v_block) * (PAGE_SIZE * V_ROW) + in_page * V_ENTRY
+            k_ptrs = k_ptr + k_at[:, None] + d[None, :]
+            v_ptrs = v_ptr + v_at[:, None] + e[None, :]
+        # A product with zero keeps NaN, so keys that nobody sees are not read.
+        if IS_MASKED:
+            is_key = (key < limit)[:, None]
+            is_key &= (key >= first_seen)[:, None]
+            k = tl.load(k_ptrs, mask=is_key & (d < KEY_DIM)[None, :], other=0.0)
+        elif BLOCK_D == KEY_DIM:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=(d < KEY_DIM)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if SOFT_CAP > 0.0:
+            # c * tanh(s / c), in base 2 afterwards: tanh(x) = 1 - 2 / (exp(2x) + 1)
+            x = tl.exp2(s * (2.0 * SCALE / SOFT_CAP * 1.4426950408889634))
+            s = (SOFT_CAP * 1.4426950408889634) * (1.0 - 2.0 / (x + 1.0))
+            FACTOR: tl.constexpr = 1.0
+        else:
+            FACTOR: tl.constexpr = SCALE * 1.4426950408889634
+        if IS_MASKED:
+            is_seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                is_seen &= key[None, :] > position[:, None] - WINDOW
+            s = tl.where(is_seen, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1) * FACTOR)
+        origin = m_new
+        if IS_MASKED:
+            # A query that has seen nothing yet has m = -inf; exp2(-inf - 0) is zero.
+            origin = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(s * FACTOR - origin[:, None])
+        rescale = tl.exp2(m - origin)
+        z = z * rescale + tl.sum(p, axis=1)
+        acc = acc * rescale[:, None]
+        m = m_new
+        if IS_MASKED:
+            v = tl.load(v_ptrs, mask=is_key & (e < VALUE_DIM)[None, :], other=0.0)
+        elif BLOCK_E == VALUE_DIM:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=(e < VALUE_DIM)[None, :], other=0.0)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+    return acc, m, z
+
+
+@triton.jit
+@typing.no_type_check
+def _extend_kernel(
+    q_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    table_ptr,
+    bounds_ptr,
+    kv_lens_ptr,
+    sinks_ptr,
+    blocks_ptr,
+    out_ptr,
+    lse_ptr,
+    HAS_SINKS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    K_DTYPE: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    K_ENTRY: tl.constexpr,
+    V_ENTRY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(0) % NUM_KV_HEADS
+    # The last tiles of a row see most keys: they come first.
+    tile = NUM_TILES - 1 - tl.program_id(0) // NUM_KV_HEADS
+    rows = tl.arange(0, BLOCK_ROWS)
+    first_tokens = tl.load(bounds_ptr + rows, mask=rows <= NUM_ROWS, other=NUM_TOKENS)
+    last_tokens = tl.load(bounds_ptr + rows + 1, mask=rows < NUM_ROWS, other=NUM_TOKENS)
+    counts = tl.cdiv(last_tokens - first_tokens, BLOCK_Q)
+    ends = tl.cumsum(counts, 0)
+    if tile >= tl.sum(counts, 0):
+        return
+    row = tl.sum((ends <= tile).to(tl.int32), 0)
+    is_row = rows == row
+    first_token = tl.sum(tl.where(is_row, first_tokens, 0), 0)
+    query_len = tl.sum(tl.where(is_row, last_tokens, 0), 0) - first_token
+    kv_len = tl.load(kv_lens_ptr + row, mask=row < NUM_ROWS, other=0)
+    offset = (tile - tl.sum(tl.where(rows < row, counts, 0), 0)) * BLOCK_Q
+
+    place = tl.arange(0, BLOCK_M)
+    query = offset + place // GROUP
+    is_query = (place < BLOCK_Q * GROUP) & (query < query_len)
+    position = kv_len - query_len + query
+    first_position = kv_len - query_len + offset
+    stop = tl.minimum(first_position + BLOCK_Q, kv_len)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
+    q_row = (first_token + query) * NUM_KV_HEADS + head
+    q_row = q_row * GROUP + place % GROUP
+    q = tl.load(
+        q_ptr + q_row.to(tl.int64)[:, None] * KEY_DIM + d[None, :],
+        mask=is_query[:, None] & (d < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    k_ptr = k_pool_ptr.to(tl.pointer_type(tl.dtype(K_DTYPE))) + head * KEY_DIM
+    v_ptr = v_pool_ptr.to(tl.pointer_type(tl.dtype(V_DTYPE))) + head * VALUE_DIM
+    table_ptr += row * MAX_PAGES
+    k_block = tl.load(blocks_ptr)
+    v_block = tl.load(blocks_ptr + 1)
+
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    z = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    if WINDOW > 0:
+        first_seen = tl.maximum(first_position - (WINDOW - 1), 0)
+        start = first_seen // BLOCK_KV * BLOCK_KV
+    else:
+        first_seen = 0
+        # Every query of the tile sees all keys of these blocks.
+        start = tl.maximum(first_position + 1, 0) // BLOCK_KV * BLOCK_KV
+        acc, m, z = _attend_blocks(
+            acc, m, z, q, k_ptr, v_ptr, table_ptr, k_block, v_block, position,
+            0, 0, start, start, SCALE, SOFT_CAP, WINDOW, KEY_DIM, VALUE_DIM, K_ROW,
+            V_ROW, K_ENTRY, V_ENTRY, PAGE_SIZE, BLOCK_KV, BLOCK_D, BLOCK_E, PRECISION,
+            False,
+        )  # fmt: skip
+    acc, m, z = _attend_blocks(
+        acc, m, z, q, k_ptr, v_ptr, table_ptr, k_block, v_block, position,
+        first_seen, start, stop, stop, SCALE, SOFT_CAP, WINDOW, KEY_DIM, VALUE_DIM,
+        K_ROW, V_ROW, K_ENTRY, V_ENTRY, PAGE_SIZE, BLOCK_KV, BLOCK_D, BLOCK_E,
+        PRECISION, True,
+    )  # fmt: skip
+    sink = 0.0
+    if HAS_SINKS:
+        q_head = q_row % (NUM_KV_HEADS * GROUP)
+        sink = tl.load(sinks_ptr + q_head, mask=is_query, other=0.0).to(tl.float32)
+        sink = sink * 1.4426950408889634
+    out, lse = finish(acc, m, z, sink, HAS_SINKS)
+    tl.store(
+        out_ptr + q_row.to(tl.int64)[:, None] * VALUE_DIM + e[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_query[:, None] & (e < VALUE_DIM)[None, :],
+    )
+    tl.store(lse_ptr + q_row, lse * 0.6931471805599453, mask=is_query)
+
+
+def gqa_extend(
+    q: Float[Array, "num_tokens num_q_heads key_dim"],
+    k_pool: UInt32[Array, "_ _"],
+    v_pool: UInt32[Array, "_ _"],
+    table: Int32[Array, "rows max_pages"],
+    cu_query_lens: Int32[Array, " bounds"],
+    kv_lens: Int32[Array, " rows"],
+    *,
+    k: PagedPart,
+    v: PagedPart,
+    softmax_scale: float,
+    window: int | None = None,
+    sinks: Float[Array, " num_q_heads"] | None = None,
+    soft_cap: float | None = None,
+    config: GqaExtendTritonConfig | None = None,
+) -> tuple[
+    Float[Array, "num_tokens num_q_heads value_dim"],
+    Float32[Array, "num_tokens num_q_heads"],
+]:
+    """Attends packed rows of any query length to their cached tokens.
+
+    Args:
+        q: queries, the rows of the batch one after the other.
+        k_pool: buffer with K.
+        v_pool: buffer with V, the same one in a unified pool.
+        table: kernel block ids of each row's pages.
+        cu_query_lens: exclusive prefix sum of the query lengths; tokens at or past its
+            last entry are padding.
+        kv_lens: tokens of each row, its query tokens included; 0 for a padded row.
+        k: where K lies.
+        v: where V lies.
+        softmax_scale: factor of `q . k`.
+        window: tokens a query sees, its own included; None sees all.
+        sinks: logits that join the denominator only.
+        soft_cap: `c` in `c * tanh(s / c)`, applied to scaled scores.
+        config: tuning; the default suits a Hopper card.
+
+    Returns:
+        Outputs of the type of `q`, and the natural log-sum-exp; zeros and `-inf` for a
+        token of padding and for a query that sees no key.
+    """
+    num_tokens, num_q_heads, _ = q.shape
+    num_rows, max_pages = table.shape
+    group = num_q_heads // k.num_heads
+    places = addresses(k, v)
+    if config is None:
+        config = default_config(places["BLOCK_D"], places["BLOCK_E"], q.dtype)
+    if softmax_scale < 0:
+        # The kernel takes the maximum before it scales.
+        q, softmax_scale = -q, -softmax_scale
+    block_m = max(config.block_m, next_power_of_2(group))
+    block_q = block_m // group
+    # Every row, and the padding behind them, may end inside a tile.
+    num_tiles = (num_tokens + (num_rows + 1) * (block_q - 1)) // block_q
+    out, lse = launch(
+        _extend_kernel,
+        q,
+        k_pool,
+        v_pool,
+        table,
+        cu_query_lens,
+        kv_lens,
+        kv_lens if sinks is None else sinks,
+        jnp.asarray([k.block, v.block], jnp.int32),
+        outputs=[
+            jax.ShapeDtypeStruct((num_tokens, num_q_heads, v.width), q.dtype),
+            jax.ShapeDtypeStruct((num_tokens, num_q_heads), jnp.float32),
+        ],
+        grid=(num_tiles * k.num_heads,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        HAS_SINKS=sinks is not None,
+        SCALE=float(softmax_scale),
+        SOFT_CAP=0.0 if soft_cap is None else float(soft_cap),
+        WINDOW=0 if window is None else min(window, 2**30),
+        NUM_TOKENS=num_tokens,
+        NUM_ROWS=num_rows,
+        NUM_TILES=num_tiles,
+        NUM_KV_HEADS=k.num_heads,
+        GROUP=group,
+        MAX_PAGES=max_pages,
+        BLOCK_M=block_m,
+        BLOCK_KV=config.block_kv,
+        BLOCK_ROWS=next_power_of_2(num_rows + 1),
+        PRECISION="tf32x3",
+        **places,
+    )
+    return out, lse
+
+
+def default_config(
+    key_block: int, value_block: int, dtype: typing.Any
+) -> GqaExtendTritonConfig:
+    """Returns a tile that fits the registers and the shared memory of a Hopper card."""
+    widest = max(key_block, value_block)
+    if jnp.dtype(dtype).itemsize == 4:
+        return GqaExtendTritonConfig(
+            block_m=32, block_kv=32 if widest <= 128 else 16, num_warps=4, num_stages=2
+        )
+    if widest > 128:
+        return GqaExtendTritonConfig(block_kv=32 if widest > 256 else 64, num_stages=2)
+    return GqaExtendTritonConfig()

@@ -1,0 +1,58 @@
+"""What the Triton attention kernels share. Importing this module imports Triton."""
+
+import typing
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.paged_rows import PagedPart, next_power_of_2
+
+# Triton's names of storage types.
+TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
+
+
+def tile_width(width: int) -> int:
+    """Returns the tile width for `width`: a power of two that a product can take."""
+    return max(16, next_power_of_2(width))
+
+
+def addresses(k: PagedPart, v: PagedPart) -> dict[str, typing.Any]:
+    """Returns the constants by which a kernel finds K and V."""
+    return {
+        "KEY_DIM": k.width,
+        "VALUE_DIM": v.width,
+        "K_DTYPE": TYPES[k.dtype.name],
+        "V_DTYPE": TYPES[v.dtype.name],
+        "K_ROW": k.row_elements,
+        "V_ROW": v.row_elements,
+        "K_ENTRY": k.entry_elements,
+        "V_ENTRY": v.entry_elements,
+        "PAGE_SIZE": k.page_size,
+        "BLOCK_D": tile_width(k.width),
+        "BLOCK_E": tile_width(v.width),
+    }
+
+
+# Triton compiles the source: a checking wrapper would hide the module's names from it.
+@triton.jit
+@typing.no_type_check
+def finish(acc, m, z, sink, HAS_SINKS: tl.constexpr):
+    """Divides by the denominator, sinks included; the log-sum-exp is in base 2."""
+    # Not "above 0": the sum is NaN where a key was, and that must show.
+    has_keys = z != 0.0
+    if HAS_SINKS:
+        m_new = tl.maximum(m, sink)
+        rescale = tl.exp2(m - m_new)
+        z = tl.where(has_keys, z * rescale + tl.exp2(sink - m_new), 1.0)
+        acc = acc * rescale[:, None]
+        m = m_new
+    else:
+        z = tl.where(has_keys, z, 1.0)
+    out = tl.where(has_keys[:, None], acc / z[:, None], 0.0)
+    return out, tl.where(has_keys, m + tl.log2(z), -float("inf"))
