@@ -165,6 +165,7 @@ def test_abort_frees_everything_and_changes_no_other():
         assert found == (expected[: len(found)] if name in aborted else expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["kimi_linear", "hybrid"])
 def test_random_arrivals_and_aborts_leak_nothing(family):
     rng = np.random.default_rng(1)
