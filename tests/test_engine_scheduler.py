@@ -75,7 +75,7 @@ class Loop:
         assert len(set(rows)) == len(rows)
         assert all(chunk.query_len > 0 for chunk in plan.chunks)
         total = sum(chunk.query_len for chunk in plan.chunks)
-        assert plan.is_decode or total <= CONFIG.max_step_tokens
+        assert plan.is_decode or total <= self.scheduler._config.max_step_tokens
 
     def _draw(self, sequence):
         sequence.generated.append(0)
