@@ -183,26 +183,44 @@ def compare_model(
     return report
 
 
+COLUMNS = ("steps", "retracted", "retractions", "moves", "split", "hit_tokens")
+
+
+def print_header() -> None:
+    """Print the names of the columns."""
+    names = "".join(f"{name:>12}" for name in ("requests", *COLUMNS, "differing"))
+    tqdm.write(f"{'model':>14} {'way':>8}{names}")
+
+
+def print_model(report: dict) -> None:
+    """Print a line for each way of a model, beside the progress bar."""
+    for way, run in report["ways"].items():
+        counts = (report["requests"], *(run[name] for name in COLUMNS))
+        values = "".join(f"{count:>12}" for count in (*counts, len(run["differing"])))
+        tqdm.write(f"{report['model']:>14} {way:>8}{values}")
+
+
 def compare(
     names: Sequence[str], *, num_requests: int, seed: int, ways: Sequence[str]
 ) -> dict:
-    """Run models in every way and return the report."""
+    """Run models in every way, print a table, and return the report."""
     started = time.monotonic()
     reports = []
+    print_header()
     with tqdm(
         total=len(names) * (len(ways) + 1), unit="run", file=sys.stderr
     ) as progress:
         for name in names:
             progress.set_description(name)
-            reports.append(
-                compare_model(
-                    name,
-                    num_requests=num_requests,
-                    seed=seed,
-                    ways=ways,
-                    progress=progress,
-                )
+            report = compare_model(
+                name,
+                num_requests=num_requests,
+                seed=seed,
+                ways=ways,
+                progress=progress,
             )
+            print_model(report)
+            reports.append(report)
     runs = [run for report in reports for run in report["ways"].values()]
     return {
         **device_facts(),
@@ -219,23 +237,6 @@ def compare(
 def is_shown(report: dict) -> bool:
     """Return whether all tokens agree, and under pressure."""
     return not report["differing"] and all(report[name] for name in COUNTS)
-
-
-def print_report(report: dict) -> None:
-    """Print a table and one JSON line."""
-    print(
-        f"{'model':>14} {'way':>8} {'requests':>9} {'steps':>6} {'retracted':>9} "
-        f"{'retractions':>11} {'moves':>6} {'split':>6} {'hit':>6} {'differing':>9}"
-    )
-    for model in report["models"]:
-        for way, run in model["ways"].items():
-            print(
-                f"{model['model']:>14} {way:>8} {model['requests']:>9} "
-                f"{run['steps']:>6} {run['retracted']:>9} {run['retractions']:>11} "
-                f"{run['moves']:>6} {run['split']:>6} {run['hit_tokens']:>6} "
-                f"{len(run['differing']):>9}"
-            )
-    print(json.dumps(report))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
         ways=WAYS,
     )
-    print_report(report)
+    print(json.dumps(report))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
