@@ -17,13 +17,14 @@ from models.layers import linear, rms_norm
 from models.weights import Weights, joined, weight
 from ukv.ops import (
     DeltaTokens,
+    DeltaViews,
     GdnGate,
     Implementation,
+    ProjectedTokens,
     ShortConv,
     StateSlots,
-    gdn_decode,
+    gdn_decode_step,
     gdn_prefill,
-    short_conv_decode,
     short_conv_prefill,
 )
 from ukv.pool import PoolState
@@ -126,35 +127,51 @@ class GatedDeltaNet:
           index: Of the layer among those of the sub-pool.
         """
         mixed, z, gate_logits, beta_logits = self._project(layer, x)
-        mixed, pool = self._convolve(
-            layer, mixed, inputs, pool, sub_pool=sub_pool, index=index
+        views = DeltaViews(
+            recurrent=pool.layout.part_view(sub_pool, layer=index, part="recurrent"),
+            conv=pool.layout.part_view(sub_pool, layer=index, part="conv"),
         )
-        first_k = self.num_key_heads * self.key_dim
-        q, k, v = jnp.split(mixed, [first_k, 2 * first_k], axis=-1)
-        tokens = DeltaTokens(
-            q=q.reshape(*q.shape[:-1], self.num_key_heads, self.key_dim),
-            k=k.reshape(*k.shape[:-1], self.num_key_heads, self.key_dim),
-            v=v.reshape(*v.shape[:-1], self.num_value_heads, self.value_dim),
-            gate_logits=gate_logits,
-            beta_logits=beta_logits,
-        )
-        view = pool.layout.part_view(sub_pool, layer=index, part="recurrent")
+        conv = ShortConv(weight=layer["conv"])
         gate = GdnGate(a_log=layer["a_log"], dt_bias=layer["dt_bias"])
         slots = state_slots(inputs, sub_pool)
         if inputs.is_decode:
-            buffers, out = gdn_decode(
+            projected = ProjectedTokens(
+                qkv=mixed[:, None],
+                gate_logits=gate_logits[:, None],
+                beta_logits=beta_logits[:, None],
+            )
+            buffers, out = gdn_decode_step(
                 pool.buffers,
-                view,
-                jax.tree.map(lambda leaf: leaf[:, None], tokens),
+                views,
+                projected,
+                conv,
                 gate,
                 slots,
                 implementation=self.implementation,
             )
             out = out[:, 0]
         else:
-            buffers, out = gdn_prefill(
+            buffers, mixed = short_conv_prefill(
                 pool.buffers,
-                view,
+                views.conv,
+                mixed,
+                conv,
+                inputs.cu_query_lens,
+                slots,
+                implementation=self.implementation,
+            )
+            first_k = self.num_key_heads * self.key_dim
+            q, k, v = jnp.split(mixed, [first_k, 2 * first_k], axis=-1)
+            tokens = DeltaTokens(
+                q=q.reshape(*q.shape[:-1], self.num_key_heads, self.key_dim),
+                k=k.reshape(*k.shape[:-1], self.num_key_heads, self.key_dim),
+                v=v.reshape(*v.shape[:-1], self.num_value_heads, self.value_dim),
+                gate_logits=gate_logits,
+                beta_logits=beta_logits,
+            )
+            buffers, out = gdn_prefill(
+                buffers,
+                views.recurrent,
                 tokens,
                 gate,
                 inputs.cu_query_lens,
@@ -187,41 +204,6 @@ class GatedDeltaNet:
         beta, gate = (ba[:, :, i].reshape(num_tokens, -1) for i in range(2))
         z = z.reshape(num_tokens, self.num_value_heads, self.value_dim)
         return jnp.concatenate(mixed, axis=-1), z, gate, beta
-
-    def _convolve(
-        self,
-        layer: Weights,
-        mixed: jax.Array,
-        inputs: StepInputs,
-        pool: PoolState,
-        *,
-        sub_pool: str,
-        index: int,
-    ) -> tuple[jax.Array, PoolState]:
-        view = pool.layout.part_view(sub_pool, layer=index, part="conv")
-        conv = ShortConv(weight=layer["conv"])
-        slots = state_slots(inputs, sub_pool)
-        if inputs.is_decode:
-            buffers, out = short_conv_decode(
-                pool.buffers,
-                view,
-                mixed[:, None],
-                conv,
-                slots,
-                implementation=self.implementation,
-            )
-            out = out[:, 0]
-        else:
-            buffers, out = short_conv_prefill(
-                pool.buffers,
-                view,
-                mixed,
-                conv,
-                inputs.cu_query_lens,
-                slots,
-                implementation=self.implementation,
-            )
-        return out, pool.replace(buffers=buffers)
 
 
 def state_slots(inputs: StepInputs, sub_pool: str) -> StateSlots:

@@ -24,13 +24,14 @@ from models.shared_moe import SharedMoe, moe_layers_from_config
 from models.weights import Weight, Weights, joined, weight
 from ukv.ops import (
     DeltaTokens,
+    DeltaViews,
     Implementation,
     KdaGate,
+    ProjectedTokens,
     ShortConv,
     StateSlots,
-    kda_decode,
+    kda_decode_step,
     kda_prefill,
-    short_conv_decode,
     short_conv_prefill,
 )
 from ukv.pool import PoolState
@@ -282,53 +283,46 @@ class KimiLinear:
         slots = StateSlots(slots=inputs.slots["kda"], is_fresh=inputs.is_fresh)
         state = self.kda_layers.index(index)
 
-        conv = ShortConv(weight=layer["conv"])
-        view = pool.layout.part_view("kda", layer=state, part="conv")
-        if inputs.is_decode:
-            buffers, qkv = short_conv_decode(
-                pool.buffers,
-                view,
-                qkv[:, None],
-                conv,
-                slots,
-                implementation=self.implementation,
-            )
-            qkv = qkv[:, 0]
-        else:
-            buffers, qkv = short_conv_prefill(
-                pool.buffers,
-                view,
-                qkv,
-                conv,
-                inputs.cu_query_lens,
-                slots,
-                implementation=self.implementation,
-            )
-
-        q, k, v = jnp.split(qkv.reshape(num_tokens, 3 * heads, dim), 3, axis=1)
-        tokens = DeltaTokens(
-            q=q,
-            k=k,
-            v=v,
-            gate_logits=linear(decay, layer["decay_gate"]).reshape(q.shape),
-            beta_logits=beta_logits,
+        views = DeltaViews(
+            recurrent=pool.layout.part_view("kda", layer=state, part="recurrent"),
+            conv=pool.layout.part_view("kda", layer=state, part="conv"),
         )
+        conv = ShortConv(weight=layer["conv"])
         kda_gate = KdaGate(a_log=layer["a_log"], dt_bias=layer["dt_bias"])
-        view = pool.layout.part_view("kda", layer=state, part="recurrent")
+        gate_logits = linear(decay, layer["decay_gate"]).reshape(num_tokens, heads, dim)
         if inputs.is_decode:
-            buffers, out = kda_decode(
-                buffers,
-                view,
-                jax.tree.map(lambda of_token: of_token[:, None], tokens),
+            projected = ProjectedTokens(
+                qkv=qkv[:, None],
+                gate_logits=gate_logits[:, None],
+                beta_logits=beta_logits[:, None],
+            )
+            buffers, out = kda_decode_step(
+                pool.buffers,
+                views,
+                projected,
+                conv,
                 kda_gate,
                 slots,
                 implementation=self.implementation,
             )
             out = out[:, 0]
         else:
+            buffers, qkv = short_conv_prefill(
+                pool.buffers,
+                views.conv,
+                qkv,
+                conv,
+                inputs.cu_query_lens,
+                slots,
+                implementation=self.implementation,
+            )
+            q, k, v = jnp.split(qkv.reshape(num_tokens, 3 * heads, dim), 3, axis=1)
+            tokens = DeltaTokens(
+                q=q, k=k, v=v, gate_logits=gate_logits, beta_logits=beta_logits
+            )
             buffers, out = kda_prefill(
                 buffers,
-                view,
+                views.recurrent,
                 tokens,
                 kda_gate,
                 inputs.cu_query_lens,

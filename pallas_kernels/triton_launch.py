@@ -27,6 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 _CALL_TARGET = "__gpu$xla.gpu.ptx"
+_SHARED = ".extern .shared .align 16 .b8 global_smem[];"
+_MAX_STATIC_SHARED_BYTES = 48 * 1024
 _WARP_THREADS = 32
 _TYPES = {
     "bool": "*i1",
@@ -56,7 +58,8 @@ class Compiled:
     Attributes:
         name: entry point of the PTX.
         ptx: the program.
-        shared_bytes: dynamic shared memory.
+        shared_bytes: shared memory.
+        dynamic_shared_bytes: the part of it that a launch has to ask for: all or none.
         num_threads: threads of a program.
         cubin: the machine code that Triton's own assembler made of it.
     """
@@ -64,6 +67,7 @@ class Compiled:
     name: str
     ptx: str
     shared_bytes: int
+    dynamic_shared_bytes: int
     num_threads: int
     cubin: bytes
 
@@ -131,10 +135,18 @@ def compile_kernel(
             f"{metadata.name} needs {metadata.global_scratch_size} bytes of scratch "
             "for each program; make its tensor descriptors without Triton's scratch"
         )
+    ptx, shared_bytes = compiled.asm["ptx"], metadata.shared
+    is_static = shared_bytes <= _MAX_STATIC_SHARED_BYTES and _SHARED in ptx
+    if is_static:
+        # XLA sets a limit on the dynamic shared memory of kernels that have some; the
+        # card then keeps little L1, and kernels that stream are 13 to 20 % slower.
+        static = f".shared .align 16 .b8 global_smem[{max(shared_bytes, 16)}];"
+        ptx = ptx.replace(_SHARED, static)
     return Compiled(
         name=metadata.name,
-        ptx=compiled.asm["ptx"],
-        shared_bytes=metadata.shared,
+        ptx=ptx,
+        shared_bytes=shared_bytes,
+        dynamic_shared_bytes=0 if is_static else shared_bytes,
         num_threads=_WARP_THREADS * metadata.num_warps,
         cubin=compiled.asm["cubin"],
     )
@@ -243,7 +255,7 @@ def _lower(
     spare = next((i for i in range(len(operands)) if i not in dict(aliases)), 0)
     layouts = [tuple(reversed(range(aval.ndim))) for aval in avals]
     first_output = len(operands)
-    numbers = {"shared_mem_bytes": compiled.shared_bytes}
+    numbers = {"shared_mem_bytes": compiled.dynamic_shared_bytes}
     for axis, programs, threads in zip(
         "xyz", grid, (compiled.num_threads, 1, 1), strict=True
     ):

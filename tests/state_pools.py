@@ -71,9 +71,13 @@ class StatePool:
         start = (self.block(slot) + self.view.block_offset) * self.view.row_bytes
         return slice(start, start + self.view.num_elements * self.view.dtype.itemsize)
 
-    def put(self, states: dict[int, np.ndarray]) -> tuple[jax.Array, ...]:
-        """Poisoned buffers with a state in each of the given slots."""
-        buffers = list(create_pool(self.layout, fill_word=0xFFFFFFFF).buffers)
+    def put(
+        self, states: dict[int, np.ndarray], buffers: tuple[jax.Array, ...] = ()
+    ) -> tuple[jax.Array, ...]:
+        """Buffers, poisoned ones if none are given, with states in some slots."""
+        buffers = list(
+            buffers or create_pool(self.layout, fill_word=0xFFFFFFFF).buffers
+        )
         raw = np.array(buffers[self.view.buffer_index])
         flat = raw.reshape(-1).view(np.uint8)
         for slot, state in states.items():
@@ -87,6 +91,14 @@ class StatePool:
         flat = np.asarray(buffers[self.view.buffer_index]).reshape(-1).view(np.uint8)
         found = flat[self._bytes_of(slot)].copy()
         return found.view(self.view.dtype).reshape(self.view.shape)
+
+    def erased(self, buffers, slots: list[int]) -> list[np.ndarray]:
+        """The buffers on the host, with zeros in the entries of some slots."""
+        found = [np.array(buffer) for buffer in buffers]
+        flat = found[self.view.buffer_index].reshape(-1).view(np.uint8)
+        for slot in slots:
+            flat[self._bytes_of(slot)] = 0
+        return found
 
     def assert_only_written(self, before, after, slots: list[int]) -> None:
         """Every byte outside the entries of `slots` is as it was."""

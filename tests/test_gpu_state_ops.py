@@ -26,13 +26,13 @@ from ukv.allocator import (
 from ukv.ids import VirtualPages
 from ukv.layout import unified_layout
 from ukv.ops import (
-    DeltaTokens,
+    DeltaViews,
     KdaGate,
+    ProjectedTokens,
     ShortConv,
     StateSlots,
-    kda_decode,
+    kda_decode_step,
     mla_decode,
-    short_conv_decode,
     write_kv,
 )
 from ukv.pool import pool_struct
@@ -209,15 +209,14 @@ def kimi_step(translator, tables, state, batch, hidden, weight):
             hidden = hidden + out[:, 0, 0, :256]
             num_mla += 1
             continue
-        view = layout.part_view("kda", layer=num_kda, part="conv")
-        x = jnp.tile(mixed, (1, 3 * heads * dim // mixed.shape[1]))[:, None]
-        buffers, x = short_conv_decode(buffers, view, x, conv, slots)
-        q, k, v = (
-            part.reshape(rows, 1, heads, dim) for part in jnp.split(x, 3, axis=-1)
+        views = DeltaViews(
+            recurrent=layout.part_view("kda", layer=num_kda, part="recurrent"),
+            conv=layout.part_view("kda", layer=num_kda, part="conv"),
         )
-        tokens = DeltaTokens(q=q, k=k, v=v, gate_logits=q, beta_logits=q[..., 0])
-        view = layout.part_view("kda", layer=num_kda, part="recurrent")
-        buffers, out = kda_decode(buffers, view, tokens, gate, slots)
+        x = jnp.tile(mixed, (1, 3 * heads * dim // mixed.shape[1]))[:, None]
+        logits = x[..., : heads * dim].reshape(rows, 1, heads, dim)
+        tokens = ProjectedTokens(qkv=x, gate_logits=logits, beta_logits=logits[..., 0])
+        buffers, out = kda_decode_step(buffers, views, tokens, conv, gate, slots)
         hidden = hidden + out[:, 0, :2].reshape(rows, -1)
         num_kda += 1
     return tables, state.replace(buffers=buffers), hidden

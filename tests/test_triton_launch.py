@@ -55,6 +55,12 @@ def _product_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(c_ptr + (i + r)[:, None] * N + j + r[None, :], total)
 
 
+@triton.jit
+@typing.no_type_check
+def _total_kernel(x_ptr, total_ptr, SIZE: tl.constexpr):
+    tl.store(total_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, SIZE)), 0))
+
+
 def add(
     x,
     y,
@@ -109,7 +115,15 @@ def test_accesses_are_as_wide_as_the_hardware_has_them():
 def test_dynamic_shared_memory_is_asked_for():
     sizes = {"num_stages": 3, "N": 1024, "BLOCK": 128}
     kernel = compiled(_product_kernel, *["bfloat16"] * 2, "float32", **sizes)
-    assert kernel.shared_bytes >= 3 * 2 * 128 * 128 * 2
+    assert kernel.dynamic_shared_bytes >= 3 * 2 * 128 * 128 * 2
+    assert ".extern .shared" in kernel.ptx
+
+
+def test_a_little_shared_memory_is_static():
+    kernel = compiled(_total_kernel, "float32", "float32", SIZE=1024)
+    assert kernel.shared_bytes > 0
+    assert kernel.dynamic_shared_bytes == 0
+    assert ".extern .shared" not in kernel.ptx
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ class OpCase:
       storage_dtype: Name of the dtype in the pool.
       compute_dtype: Name of the dtype of the queries, or of the values to write.
       widths: Elements per head of a key and of a value; of a latent row and of its
-        latent part for MLA; of the entry of each part for a write.
+        latent part for MLA; of the entry of each part for a write. A decode step of
+        a delta rule layer adds the taps of its convolution.
     """
 
     page_size: int
@@ -142,6 +143,17 @@ _STATE_REFERENCE = Support(
     compute_dtypes=QUERY_DTYPES,
 )
 
+_HEADS = tuple((k, v) for k in (64, 128) for v in (64, 128))
+
+_STEP_KERNEL = Support(
+    implementation="triton",
+    platforms=("gpu",),
+    min_capability=90,
+    storage_dtypes=("float32", "bfloat16"),
+    compute_dtypes=QUERY_DTYPES,
+    widths=tuple((k, v, 4) for k, v in _HEADS),
+)
+
 # Best first. A kernel adds its line above the reference.
 SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "copy_pages": (
@@ -172,6 +184,8 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_extend_absorbed": (
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),
+    "kda_decode_step": (_STEP_KERNEL, _STATE_REFERENCE),
+    "gdn_decode_step": (_STEP_KERNEL, _STATE_REFERENCE),
     "kda_decode": (_STATE_REFERENCE,),
     "kda_prefill": (_STATE_REFERENCE,),
     "gdn_decode": (_STATE_REFERENCE,),

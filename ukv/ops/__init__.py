@@ -12,6 +12,10 @@ from ukv.ops.delta_rule import chunked_delta_rule as chunked_delta_rule
 from ukv.ops.delta_rule import normalize_qk as normalize_qk
 from ukv.ops.delta_rule import recurrent_delta_rule as recurrent_delta_rule
 from ukv.ops.delta_states import DeltaTokens as DeltaTokens
+from ukv.ops.delta_step import DeltaViews as DeltaViews
+from ukv.ops.delta_step import ProjectedTokens as ProjectedTokens
+from ukv.ops.delta_step import gdn_decode_step as gdn_decode_step
+from ukv.ops.delta_step import kda_decode_step as kda_decode_step
 from ukv.ops.gdn import GdnGate as GdnGate
 from ukv.ops.gdn import gdn_decode as gdn_decode
 from ukv.ops.gdn import gdn_log_decay as gdn_log_decay

@@ -70,9 +70,18 @@ def kda_log_decay(
     a_log = to_tokens(gate.a_log[:, None], ndim)
     if gate.lower_bound is None:
         return softplus_gate(logits, a_log)
-    if gate.lower_bound >= 0:
-        raise ValueError(f"lower_bound={gate.lower_bound} must be below 0")
+    require_bound(gate)
     return gate.lower_bound * jax.nn.sigmoid(jnp.exp(a_log) * logits)
+
+
+def require_bound(gate: KdaGate) -> None:
+    """Check the gate's bound.
+
+    Raises:
+      ValueError: It is not below 0.
+    """
+    if gate.lower_bound is not None and gate.lower_bound >= 0:
+        raise ValueError(f"lower_bound={gate.lower_bound} must be below 0")
 
 
 def kda_decode(

@@ -45,6 +45,21 @@ class ShortConv(flax.struct.PyTreeNode):
     is_silu: bool = flax.struct.field(pytree_node=False, default=True)
 
 
+def require_window(view: PartView, num_channels: int, conv: ShortConv) -> None:
+    """Check the view's entry against the parameters and the channels of the inputs.
+
+    Raises:
+      ValueError: They disagree.
+    """
+    channels, conv_width = conv.weight.shape
+    if view.shape != (conv_width - 1, channels) or num_channels != channels:
+        raise ValueError(
+            f"{view.sub_pool}.{view.part} has entries {view.shape} and x has "
+            f"{num_channels} channels; weight {conv.weight.shape} needs entries "
+            f"[conv_width - 1, channels] = {(conv_width - 1, channels)}"
+        )
+
+
 def _require_case(
     op: str,
     view: PartView,
@@ -52,13 +67,8 @@ def _require_case(
     conv: ShortConv,
     implementation: Implementation | None,
 ) -> None:
+    require_window(view, x.shape[-1], conv)
     channels, conv_width = conv.weight.shape
-    if view.shape != (conv_width - 1, channels) or x.shape[-1] != channels:
-        raise ValueError(
-            f"{view.sub_pool}.{view.part} has entries {view.shape} and x has "
-            f"{x.shape[-1]} channels; weight {conv.weight.shape} needs entries "
-            f"[conv_width - 1, channels] = {(conv_width - 1, channels)}"
-        )
     case = OpCase(
         page_size=view.page_size,
         storage_dtype=view.dtype.name,

@@ -1,0 +1,469 @@
+"""One decode step of KDA and GDN, from the projections to the output norm."""
+
+import dataclasses
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.comparison import assert_matches
+from tests.gpu_compile import (
+    compile_for_h200,
+    pool_sized_copies,
+    requires_h200_compiler,
+)
+from tests.oracles import recurrent as oracle
+from tests.oracles.short_conv import short_conv
+from tests.state_pools import StatePool, round_to
+from ukv.errors import IdSpaceError, UnsupportedError
+from ukv.ids import KernelBlocks
+from ukv.layout import unified_layout
+from ukv.ops import (
+    DeltaViews,
+    GdnGate,
+    KdaGate,
+    ProjectedTokens,
+    ShortConv,
+    StateSlots,
+    gdn_decode_step,
+    kda_decode_step,
+)
+from ukv.pool import pool_struct
+from ukv.spec import gdn_state_spec, kda_state_spec
+
+STEPS = {
+    "kda": jax.jit(kda_decode_step, static_argnames=("views", "implementation")),
+    "gdn": jax.jit(gdn_decode_step, static_argnames=("views", "implementation")),
+}
+by_implementation = pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+)
+by_kind = pytest.mark.parametrize("kind", STEPS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer, its parts of a pool, and random parameters."""
+
+    kind: str
+    storage: str = "float32"
+    conv_dtype: str = "float32"
+    dtype: str = "float32"
+    placement: str = "high"
+    has_bias: bool = False
+    lower_bound: float | None = None
+    heads: int = 4
+    key_dim: int = 64
+    value_dim: int = 64
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kind == "kda" else self.heads // 2
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def spec(self):
+        sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim}
+        sizes |= {"name": "state", "num_layers": 2, "conv_width": 4}
+        sizes |= {"state_dtype": self.storage, "conv_dtype": self.conv_dtype}
+        if self.kind == "kda":
+            return kda_state_spec(num_heads=self.heads, **sizes)
+        return gdn_state_spec(
+            num_key_heads=self.key_heads, num_value_heads=self.heads, **sizes
+        )
+
+    @ft.cached_property
+    def pools(self) -> tuple[StatePool, StatePool]:
+        create = ft.partial(StatePool.create, self.spec, self.placement, num_slots=9)
+        return create(part="recurrent"), create(part="conv")
+
+    @property
+    def views(self) -> DeltaViews:
+        state, window = self.pools
+        return DeltaViews(recurrent=state.view, conv=window.view)
+
+    @ft.cached_property
+    def conv(self) -> ShortConv:
+        rng = np.random.default_rng(1)
+        weight = rng.standard_normal((self.channels, 4)) * 0.5
+        bias = rng.standard_normal(self.channels) if self.has_bias else None
+        return ShortConv(
+            weight=jnp.asarray(weight, jnp.float32),
+            bias=None if bias is None else jnp.asarray(bias, jnp.float32),
+        )
+
+    @ft.cached_property
+    def gate(self) -> KdaGate | GdnGate:
+        rng = np.random.default_rng(2)
+        a_log = jnp.asarray(np.log(rng.uniform(0.5, 4, self.heads)), jnp.float32)
+        shape = (self.heads, self.key_dim) if self.kind == "kda" else (self.heads,)
+        bias = jnp.asarray(rng.standard_normal(shape) - 2, jnp.float32)
+        if self.kind == "kda":
+            return KdaGate(a_log=a_log, dt_bias=bias, lower_bound=self.lower_bound)
+        return GdnGate(a_log=a_log, dt_bias=bias)
+
+    def tokens(self, rng, rows: int, query_len: int) -> dict[str, np.ndarray]:
+        gate = (self.heads, self.key_dim) if self.kind == "kda" else (self.heads,)
+        shapes = {"qkv": (self.channels,), "gate_logits": gate}
+        shapes |= {"beta_logits": (self.heads,)}
+        return {
+            name: round_to(rng.standard_normal((rows, query_len, *shape)), self.dtype)
+            for name, shape in shapes.items()
+        }
+
+    def put(self, states, windows):
+        """Poisoned buffers with both parts of some slots."""
+        state, window = self.pools
+        return window.put(windows, state.put(states))
+
+    def erased(self, buffers, slots):
+        """The buffers on the host, without both parts of some slots."""
+        state, window = self.pools
+        return window.erased(state.erased(buffers, slots), slots)
+
+    def run(self, buffers, tokens, rows, is_fresh, implementation, **changes):
+        """One step of the op; `changes` are arguments of it to use instead."""
+        arguments = {
+            "tokens": ProjectedTokens(**jax.tree.map(jnp.asarray, tokens)),
+            "conv": self.conv,
+            "gate": self.gate,
+            "slots": self.pools[0].slots(rows, is_fresh),
+        }
+        buffers, out = STEPS[self.kind](
+            buffers,
+            self.views,
+            **(arguments | changes),
+            implementation=implementation,
+        )
+        return buffers, np.asarray(out)
+
+    def expected(self, tokens, state, window):
+        """Output, state and window of one row, all in float64."""
+        x, weight = np.asarray(tokens["qkv"], np.float64), np.asarray(self.conv.weight)
+        y, last_window = short_conv(x, weight, window, silu=False)
+        if self.conv.bias is not None:
+            y = y + np.asarray(self.conv.bias, np.float64)
+        y = y / (1 + np.exp(-y))
+        first_k = self.key_heads * self.key_dim
+        q, k, v = np.split(y, [first_k, 2 * first_k], axis=1)
+        q, k = (
+            oracle.l2_normalize(z.reshape(-1, self.key_heads, self.key_dim), eps=1e-6)
+            for z in (q, k)
+        )
+        v = v.reshape(-1, self.heads, self.value_dim)
+        beta = 1 / (1 + np.exp(-np.asarray(tokens["beta_logits"], np.float64)))
+        parameters = (tokens["gate_logits"], self.gate.a_log, self.gate.dt_bias)
+        if self.kind == "gdn":
+            decay, run = oracle.gdn_log_decay(*parameters), oracle.gdn_recurrent
+        elif self.lower_bound is None:
+            decay, run = oracle.kda_log_decay(*parameters), oracle.kda_recurrent
+        else:
+            decay = oracle.kda_log_decay_bounded(
+                *parameters, lower_bound=self.lower_bound
+            )
+            run = oracle.kda_recurrent
+        scale = self.key_dim**-0.5
+        return *run(q, k, v, decay, beta, state, scale=scale), last_window
+
+
+CASES = {
+    "kda": Layer(kind="kda"),
+    "kda-bf16": Layer(kind="kda", conv_dtype="bfloat16", dtype="bfloat16"),
+    "kda-bf16-state": Layer(kind="kda", storage="bfloat16", placement="float"),
+    "kda-bounded": Layer(kind="kda", lower_bound=-5.0, has_bias=True),
+    "kda-128": Layer(kind="kda", heads=2, key_dim=128, value_dim=128),
+    "gdn": Layer(kind="gdn", placement="static"),
+    "gdn-bf16": Layer(kind="gdn", conv_dtype="bfloat16", dtype="bfloat16"),
+    "gdn-128": Layer(kind="gdn", heads=4, key_dim=128, value_dim=128),
+}
+
+
+def draw(layer: Layer, rng, slots):
+    """States and windows of some slots."""
+    return tuple(
+        {
+            slot: round_to(rng.standard_normal(pool.view.shape), pool.view.dtype)
+            for slot in slots
+        }
+        for pool in layer.pools
+    )
+
+
+def take(tokens, row):
+    return {name: x[row] for name, x in tokens.items()}
+
+
+def check(actual, truth, layer, query_len, *, dtype):
+    """Compare outputs by token, states by head.
+
+    The output of a fresh row is a multiple of q . k, which may nearly vanish and has
+    then no digits of its own: errors are measured against all heads of a token. With
+    bfloat16 tokens the reference rounds q, k and v before the recurrence.
+    """
+    rounded = "bfloat16" if "bfloat16" in (dtype, layer.dtype) else "float32"
+    assert_matches(
+        np.asarray(actual, rounded),
+        truth,
+        dtype=rounded,
+        reduced_len=query_len + layer.key_dim + 5,
+        row_axes=(0,),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@by_implementation
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_step_matches_the_oracles(case, implementation, query_len):
+    layer, rng = CASES[case], np.random.default_rng(3)
+    slots, is_fresh = [6, None, 2, 7], [False, False, True, False]
+    tokens = layer.tokens(rng, 4, query_len)
+    for x in tokens.values():
+        x[1] = np.nan
+    states, windows = draw(layer, rng, [6, 7])
+    before = layer.put(states, windows)
+    after, out = layer.run(before, tokens, slots, is_fresh, implementation)
+    state, window = layer.pools
+    for row in (0, 2, 3):
+        slot = slots[row]
+        if is_fresh[row]:
+            starts = tuple(np.zeros(pool.view.shape) for pool in layer.pools)
+        else:
+            starts = states[slot], windows[slot]
+        expected = layer.expected(take(tokens, row), *starts)
+        check(out[row], expected[0], layer, query_len, dtype=layer.dtype)
+        check(
+            state.get(after, slot), expected[1], layer, query_len, dtype=layer.storage
+        )
+        last = round_to(expected[2], window.view.dtype)
+        np.testing.assert_array_equal(window.get(after, slot), last)
+    assert np.all(out[1] == 0)
+    # Neither another slot, nor the other layer, nor a neighbour.
+    for old, new in zip(
+        layer.erased(before, [6, 2, 7]), layer.erased(after, [6, 2, 7]), strict=True
+    ):
+        np.testing.assert_array_equal(old, new)
+
+
+@by_kind
+@by_implementation
+def test_tokens_together_or_one_by_one(kind, implementation):
+    layer, rng = CASES[kind], np.random.default_rng(4)
+    tokens, slots = layer.tokens(rng, 2, 4), [3, 5]
+    before = layer.put(*draw(layer, rng, slots))
+    together, out = layer.run(before, tokens, slots, [False] * 2, implementation)
+    buffers, outs = before, []
+    for t in range(4):
+        one = {name: x[:, t : t + 1] for name, x in tokens.items()}
+        buffers, o = layer.run(buffers, one, slots, [False] * 2, implementation)
+        outs.append(o)
+    np.testing.assert_allclose(out, np.concatenate(outs, 1), rtol=1e-4, atol=1e-5)
+    for pool in layer.pools:
+        for slot in slots:
+            np.testing.assert_allclose(
+                pool.get(together, slot), pool.get(buffers, slot), rtol=1e-4, atol=1e-5
+            )
+
+
+@by_kind
+@by_implementation
+def test_bits_do_not_depend_on_the_slots(kind, implementation):
+    layer, rng = CASES[kind], np.random.default_rng(5)
+    steps = [layer.tokens(rng, 3, 1) for _ in range(3)]
+    starts = draw(layer, rng, range(3))
+
+    def run(slots_of_step, layers):
+        parts, outs = [list(part.values()) for part in starts], []
+        for tokens, slots, placed in zip(steps, slots_of_step, layers, strict=True):
+            buffers = placed.put(*(dict(zip(slots, p, strict=True)) for p in parts))
+            buffers, out = placed.run(
+                buffers, tokens, slots, [False] * 3, implementation
+            )
+            outs.append(out)
+            parts = [
+                [pool.get(buffers, slot) for slot in slots] for pool in placed.pools
+            ]
+        return [*outs, *parts[0], *parts[1]]
+
+    others = [dataclasses.replace(layer, placement=p) for p in ("static", "float")]
+    moved = run([[5, 1, 7], [2, 7, 5], [1, 3, 2]], [layer, *others])
+    for a, b in zip(moved, run([[1, 2, 3]] * 3, [layer] * 3), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("logits", [-1e30, -80.0, 80.0, 1e30])
+@by_implementation
+def test_extreme_gates_stay_finite(logits, implementation):
+    layer, rng = CASES["kda"], np.random.default_rng(6)
+    tokens = layer.tokens(rng, 1, 2)
+    tokens["gate_logits"][...] = logits
+    states, windows = draw(layer, rng, [4])
+    before = layer.put(states, windows)
+    after, out = layer.run(before, tokens, [4], [False], implementation)
+    expected = layer.expected(take(tokens, 0), states[4], windows[4])
+    check(out[0], expected[0], layer, 2, dtype="float32")
+    check(layer.pools[0].get(after, 4), expected[1], layer, 2, dtype="float32")
+
+
+@by_implementation
+def test_decays_near_1_do_not_drift(implementation):
+    # 1024 tokens that write nothing, with a decay of 1 - 3e-8 each.
+    layer, rng = CASES["kda"], np.random.default_rng(7)
+    tokens = layer.tokens(rng, 1, 4)
+    tokens["gate_logits"][...] = -16.0
+    tokens["beta_logits"][...] = -1e30
+    states, windows = draw(layer, rng, [4])
+    buffers = layer.put(states, windows)
+    for _ in range(256):
+        buffers, _ = layer.run(buffers, tokens, [4], [False], implementation)
+    x = np.float64(-16.0) + np.asarray(layer.gate.dt_bias, np.float64)
+    decay = -np.exp(np.asarray(layer.gate.a_log, np.float64))[:, None] * np.exp(x)
+    expected = states[4] * np.exp(1024 * decay)[:, None, :]
+    check(layer.pools[0].get(buffers, 4), expected, layer, 1024, dtype="float32")
+
+
+@by_kind
+@by_implementation
+def test_the_comparison_rejects_faults(kind, implementation):
+    layer, rng = CASES[kind], np.random.default_rng(8)
+    tokens = layer.tokens(rng, 1, 2)
+    states, windows = draw(layer, rng, [3, 4])
+    buffers = layer.put(states, windows)
+    truth, _, _ = layer.expected(take(tokens, 0), states[3], windows[3])
+
+    def run(slot=3, is_fresh=False, **changes):
+        changed = tokens | changes
+        return layer.run(buffers, changed, [slot], [is_fresh], implementation)[1][0]
+
+    faults = {
+        "zeros": np.zeros_like(truth, np.float32),
+        "heads": run()[:, ::-1],
+        "slot": run(slot=4),
+        "fresh": run(is_fresh=True),
+        "beta": run(beta_logits=tokens["beta_logits"] + np.float32(0.1)),
+        "gate": run(gate_logits=tokens["gate_logits"] + np.float32(0.1)),
+        "scale": run() * np.float32(2),
+    }
+    check(run(), truth, layer, 2, dtype="float32")
+    for out in faults.values():
+        with pytest.raises(AssertionError):
+            check(out, truth, layer, 2, dtype="float32")
+
+
+@pytest.mark.gpu
+@by_kind
+def test_slots_far_beyond_2_to_the_31_elements(kind):
+    layer = dataclasses.replace(
+        CASES[kind], heads=32, key_dim=128, value_dim=128, dtype="bfloat16"
+    )
+    rng = np.random.default_rng(9)
+    tokens = ProjectedTokens(**jax.tree.map(jnp.asarray, layer.tokens(rng, 2, 1)))
+    layout = unified_layout([layer.spec], pool_bytes=20 << 30)
+    sub = layout.sub_pool("state")
+    views = DeltaViews(
+        recurrent=layout.part_view("state", layer=1, part="recurrent"),
+        conv=layout.part_view("state", layer=1, part="conv"),
+    )
+    buffers = tuple(
+        jnp.zeros(buffer.shape, buffer.dtype) for buffer in pool_struct(layout).buffers
+    )
+    outs = []
+    for pages in ([1, 2], [sub.num_pages - 1, sub.num_pages - 2]):
+        ids = np.asarray(pages, np.int32) * sub.blocks_per_page
+        slots = StateSlots(
+            slots=KernelBlocks(jnp.asarray(ids), "state"), is_fresh=jnp.zeros(2, bool)
+        )
+        for _ in range(2):
+            buffers, out = jax.jit(
+                STEPS[kind].__wrapped__,
+                static_argnames=("views", "implementation"),
+                donate_argnames="buffers",
+            )(
+                buffers,
+                views,
+                tokens,
+                layer.conv,
+                layer.gate,
+                slots,
+                implementation="triton",
+            )
+        outs.append(np.asarray(out))
+    assert np.all(np.isfinite(outs[0]))
+    assert np.any(outs[0])
+    np.testing.assert_array_equal(*outs)
+
+
+@requires_h200_compiler
+@by_kind
+@pytest.mark.parametrize(("rows", "query_len"), [(1, 1), (256, 1), (16, 4)])
+def test_layers_are_one_kernel_each_in_one_command_buffer(kind, rows, query_len):
+    layer = dataclasses.replace(
+        CASES[f"{kind}-128"], heads=32, conv_dtype="bfloat16", dtype="bfloat16"
+    )
+    num_layers = 6
+    spec = dataclasses.replace(layer.spec, num_layers=num_layers)
+    layout = unified_layout([spec], pool_bytes=64 << 30)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        layer.tokens(np.random.default_rng(0), rows, query_len),
+    )
+    slots = StateSlots(
+        slots=KernelBlocks(jnp.zeros(rows, jnp.int32), "state"),
+        is_fresh=jnp.zeros(rows, bool),
+    )
+
+    def step(buffers, tokens, slots):
+        outs = []
+        for index in range(num_layers):
+            views = DeltaViews(
+                recurrent=layout.part_view("state", layer=index, part="recurrent"),
+                conv=layout.part_view("state", layer=index, part="conv"),
+            )
+            buffers, out = STEPS[kind](
+                buffers, views, tokens, layer.conv, layer.gate, slots
+            )
+            outs.append(out)
+        return buffers, outs
+
+    program = compile_for_h200(
+        step,
+        pool_struct(layout).buffers,
+        ProjectedTokens(**shapes),
+        slots,
+        donate_argnums=0,
+        thunks=True,
+    )
+    assert program.alias_bytes >= layout.pool_bytes
+    assert program.temp_bytes < 1 << 20
+    assert not pool_sized_copies(program.hlo_text, 1 << 20)
+    assert program.top_thunks == ["kCommandBuffer"]
+    assert program.thunk_text.count("delta_decode_kernel") == num_layers
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_use_is_refused():
+    layer, rng = CASES["gdn"], np.random.default_rng(10)
+    buffers, tokens = layer.put({}, {}), layer.tokens(rng, 2, 1)
+    run = ft.partial(layer.run, buffers, tokens, [1, 2], [True, True])
+    slots = layer.pools[0].slots([1, 2], [True, True])
+    with pytest.raises(UnsupportedError, match="'triton' runs on gpu, not on cpu"):
+        run("triton")
+    with pytest.raises(UnsupportedError, match="'mosaic_gpu' does not exist"):
+        run("mosaic_gpu")
+    other = KernelBlocks(slots.slots.ids, "other")
+    with pytest.raises(IdSpaceError, match="not of 'other'"):
+        run("xla", slots=slots.replace(slots=other))
+    short = tokens | {"qkv": tokens["qkv"][..., :300]}
+    with pytest.raises(ValueError, match="qkv has 300 channels"):
+        layer.run(buffers, short, [1, 2], [True, True], "xla")
+    five = jnp.zeros((layer.channels, 5))
+    with pytest.raises(ValueError, match="conv_width - 1, channels"):
+        run("xla", conv=layer.conv.replace(weight=five))
+    kda = CASES["kda"]
+    gate = kda.gate.replace(lower_bound=0.5)
+    with pytest.raises(ValueError, match=r"lower_bound=0\.5 must be below 0"):
+        kda.run(kda.put({}, {}), kda.tokens(rng, 1, 1), [1], [True], "xla", gate=gate)
