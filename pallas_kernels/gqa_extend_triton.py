@@ -23,7 +23,12 @@ import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
-from pallas_kernels.paged_triton import addresses, finish
+from pallas_kernels.paged_triton import (
+    addresses,
+    entry_pointers,
+    finish,
+    pages_of,
+)
 from pallas_kernels.triton_launch import launch
 
 
@@ -91,35 +96,20 @@ def _attend_blocks(
     step = tl.arange(0, BLOCK_KV)
     # Blocks lie on a grid from position 0: a page of whole blocks has one address.
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_KV == 0
-    if ONE_PAGE:
-        next_page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < stop, other=0)
-    else:
-        key = start + step
-        next_page = tl.load(table_ptr + key // PAGE_SIZE, mask=key < limit, other=0)
+    # Block ids are read one block ahead: the copies of K and V wait for no address.
+    ahead = pages_of(table_ptr, start, step, limit, PAGE_SIZE, ONE_PAGE)
     for at in range(start, stop, BLOCK_KV):
         key = at + step
-        page = next_page.to(tl.int64)
-        ahead = at + BLOCK_KV
-        if ONE_PAGE:
-            next_page = tl.load(
-                table_ptr + ahead // PAGE_SIZE, mask=ahead < limit, other=0
-            )
-            in_page = at % PAGE_SIZE
-            k_at = (page + k_block) * (PAGE_SIZE * K_ROW) + in_page * K_ENTRY
-            v_at = (page + v_block) * (PAGE_SIZE * V_ROW) + in_page * V_ENTRY
-            k_ptrs = k_ptr + k_at + (step * K_ENTRY)[:, None] + d[None, :]
-            v_ptrs = v_ptr + v_at + (step * V_ENTRY)[:, None] + e[None, :]
-        else:
-            next_page = tl.load(
-                table_ptr + (ahead + step) // PAGE_SIZE,
-                mask=ahead + step < limit,
-                other=0,
-            )
-            in_page = key % PAGE_SIZE
-            k_at = (page + k_block) * (PAGE_SIZE * K_ROW) + in_page * K_ENTRY
-            v_at = (page + v_block) * (PAGE_SIZE * V_ROW) + in_page * V_ENTRY
-            k_ptrs = k_ptr + k_at[:, None] + d[None, :]
-            v_ptrs = v_ptr + v_at[:, None] + e[None, :]
+        pages = ahead
+        ahead = pages_of(table_ptr, at + BLOCK_KV, step, limit, PAGE_SIZE, ONE_PAGE)
+        k_rows = entry_pointers(
+            k_ptr, pages, k_block, at, step, PAGE_SIZE, K_ROW, K_ENTRY, ONE_PAGE
+        )
+        v_rows = entry_pointers(
+            v_ptr, pages, v_block, at, step, PAGE_SIZE, V_ROW, V_ENTRY, ONE_PAGE
+        )
+        k_ptrs = k_rows[:, None] + d[None, :]
+        v_ptrs = v_rows[:, None] + e[None, :]
         # A product with zero keeps NaN, so keys that nobody sees are not read.
         if IS_MASKED:
             is_key = (key < limit)[:, None]

@@ -22,8 +22,8 @@ def tile_width(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def addresses(k: PagedPart, v: PagedPart) -> dict[str, typing.Any]:
-    """Returns the constants by which a kernel finds K and V."""
+def addresses(k: PagedPart, v: PagedPart, *, heads: int = 1) -> dict[str, typing.Any]:
+    """Returns the constants by which a kernel finds K and V of some heads at a time."""
     return {
         "KEY_DIM": k.width,
         "VALUE_DIM": v.width,
@@ -34,8 +34,8 @@ def addresses(k: PagedPart, v: PagedPart) -> dict[str, typing.Any]:
         "K_ENTRY": k.entry_elements,
         "V_ENTRY": v.entry_elements,
         "PAGE_SIZE": k.page_size,
-        "BLOCK_D": tile_width(k.width),
-        "BLOCK_E": tile_width(v.width),
+        "BLOCK_D": tile_width(heads * k.width),
+        "BLOCK_E": tile_width(heads * v.width),
     }
 
 
@@ -56,3 +56,46 @@ def finish(acc, m, z, sink, HAS_SINKS: tl.constexpr):
         z = tl.where(has_keys, z, 1.0)
     out = tl.where(has_keys[:, None], acc / z[:, None], 0.0)
     return out, tl.where(has_keys, m + tl.log2(z), -float("inf"))
+
+
+@triton.jit
+@typing.no_type_check
+def pages_of(
+    table_ptr,
+    first,
+    step,
+    stop,
+    PAGE_SIZE: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
+    """Loads the block ids of keys: one for a block that lies in one page, or each's."""
+    if ONE_PAGE:
+        pages = tl.load(table_ptr + first // PAGE_SIZE, mask=first < stop, other=0)
+    else:
+        key = first + step
+        pages = tl.load(table_ptr + key // PAGE_SIZE, mask=key < stop, other=0)
+    return pages.to(tl.int64)
+
+
+@triton.jit
+@typing.no_type_check
+def entry_pointers(
+    pool_ptr,
+    pages,
+    block,
+    first,
+    step,
+    PAGE_SIZE: tl.constexpr,
+    ROW: tl.constexpr,
+    ENTRY: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
+    """Returns the pointer to each key's entry, in 64 bits; no limit on the pool."""
+    if ONE_PAGE:
+        in_page = first % PAGE_SIZE
+        base = (pages + block) * (PAGE_SIZE * ROW) + in_page * ENTRY
+        pointers = pool_ptr + base + step * ENTRY
+    else:
+        in_page = (first + step) % PAGE_SIZE
+        pointers = pool_ptr + ((pages + block) * (PAGE_SIZE * ROW) + in_page * ENTRY)
+    return pointers

@@ -1,6 +1,7 @@
-"""Page moves: what compaction and copy on write cost."""
+"""Page moves, which compaction and copy on write cost, and writes of new tokens."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ import numpy as np
 
 from scripts.benchmarking import GIB
 from scripts.kernel_benches.case import BenchCase, Prepared
-from ukv.ids import PhysicalPages
+from ukv.ids import PhysicalPages, WriteLocations
 from ukv.layout import PoolLayout, SubPoolLayout, unified_layout
-from ukv.pool import copy_pages, create_pool
-from ukv.spec import MLASpec, kda_state_spec
+from ukv.ops import write_kv
+from ukv.pool import copy_pages, create_pool, read_entries
+from ukv.spec import AttentionSpec, MLASpec, SubPoolSpec, kda_state_spec
 
 
 def kimi_layout(num_mla_layers: int, pool_bytes: int) -> PoolLayout:
@@ -127,11 +129,130 @@ def _page_move(
     )
 
 
+def _write_spec(kind: str, num_layers: int) -> SubPoolSpec:
+    if kind == "mla":
+        return MLASpec(
+            name="mla",
+            num_layers=num_layers,
+            page_size=64,
+            latent_dim=512,
+            rope_dim=64,
+        )
+    return AttentionSpec(
+        name="kv", num_layers=num_layers, page_size=64, num_kv_heads=8, head_dim=128
+    )
+
+
+def _write_step(state, *, name: str, views, implementation):
+    """Write every group of tokens to every layer: each write goes elsewhere."""
+    buffers, blocks, offsets, values = state
+    for group, entries in enumerate(values):
+        locations = WriteLocations(
+            blocks=blocks[group], offsets=offsets[group], sub_pool=name
+        )
+        for layer in views:
+            buffers = write_kv(
+                buffers, layer, locations, entries, implementation=implementation
+            )
+    return buffers, blocks, offsets, values
+
+
+def _prepare_write(
+    implementation, config, *, layout: PoolLayout, tokens: int, groups: int
+) -> Prepared:
+    if config is not None:
+        raise ValueError("writes have no configuration to try")
+    (sub,) = layout.sub_pools
+    views = [
+        tuple(
+            layout.part_view(sub.name, layer=layer, part=part.name)
+            for part in sub.spec.parts
+        )
+        for layer in range(sub.spec.num_layers)
+    ]
+    slots = np.random.default_rng(0).permutation(sub.num_pages * sub.page_size)
+    slots = slots[: groups * tokens].reshape(groups, tokens)
+    ids, offsets = slots // sub.page_size * sub.blocks_per_page, slots % sub.page_size
+    values = tuple(
+        tuple(
+            jax.random.normal(key, (tokens, *view.shape), jnp.bfloat16)
+            for key, view in zip(
+                jax.random.split(jax.random.key(group), len(views[0])),
+                views[0],
+                strict=True,
+            )
+        )
+        for group in range(groups)
+    )
+
+    def arrays(numbers: np.ndarray) -> tuple[jax.Array, ...]:
+        return tuple(jnp.asarray(row, jnp.int32) for row in numbers)
+
+    step = jax.jit(
+        functools.partial(
+            _write_step, name=sub.name, views=views, implementation=implementation
+        ),
+        donate_argnums=0,
+    )
+    state = step((create_pool(layout).buffers, arrays(ids), arrays(offsets), values))
+    wrong = 0
+    for group in (0, groups - 1):
+        for layer in views:
+            for view, value in zip(layer, state[3][group], strict=True):
+                rows = (ids[group] + view.block_offset) * view.page_size
+                rows = rows + offsets[group] * view.rows_per_entry
+                found = read_entries(state[0][0], view, jnp.asarray(rows, jnp.int32))
+                wrong += int(jnp.sum(found != value))
+    entry_bytes = sum(view.num_elements * view.dtype.itemsize for view in views[0])
+    calls = groups * len(views)
+    return Prepared(
+        step=step,
+        state=state,
+        calls=calls,
+        touched_bytes=2 * calls * tokens * entry_bytes,
+        error=float(wrong),
+    )
+
+
+def _write(
+    kind: str, tokens: int, groups: int, *, num_layers: int = 7, small: bool = False
+) -> BenchCase:
+    spec = _write_spec(kind, num_layers)
+    entry_bytes = sum(
+        math.prod(part.shape) * part.dtype.itemsize for part in spec.parts
+    )
+    slots = groups * tokens + 8 * spec.page_size
+    layout = unified_layout([spec], pool_bytes=slots * num_layers * entry_bytes)
+    return BenchCase(
+        op="kv_write",
+        shape={
+            "kind": kind,
+            "entry_bytes": entry_bytes,
+            "tokens": tokens,
+            "layers": num_layers,
+            "page_size": spec.page_size,
+            "dtype": "bfloat16",
+        },
+        moved_bytes=2 * tokens * entry_bytes,
+        flops=0,
+        max_error=0.0,
+        implementations=("triton", "xla"),
+        prepare=functools.partial(
+            _prepare_write, layout=layout, tokens=tokens, groups=groups
+        ),
+        small=small,
+    )
+
+
 def cases() -> list[BenchCase]:
-    """Return moves of single pages of 72 KiB, 504 KiB and 41 MiB, 1 GiB in all."""
+    """Return moves of pages of 72 KiB, 504 KiB and 41 MiB, and writes of tokens."""
     return [
         _page_move("mla", 1, GIB, 12 * GIB),
         _page_move("mla", 7, GIB, 12 * GIB),
         _page_move("kda", 7, GIB, 12 * GIB),
         _page_move("mla", 1, GIB // 64, GIB // 4, small=True),
+        _write("kv", 256, 16),
+        _write("mla", 256, 56),
+        _write("kv", 32768, 1),
+        _write("kv", 5, 2, num_layers=2, small=True),
     ]

@@ -1,0 +1,298 @@
+"""GQA decode and extend: long contexts, short windows, prefill with and without prefix.
+
+A step calls the op for layer after layer, the output of one being the queries of the
+next. The pool holds random numbers; table entries behind a window hold what released
+pages leave, here block 0.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scripts.kernel_benches.case import BenchCase, Prepared
+from ukv.ids import KernelBlocks
+from ukv.layout import PoolLayout, unified_layout
+from ukv.ops import gqa_attention, gqa_decode
+from ukv.ops.gpu_kernels import paged_part, triton_kernels
+from ukv.pool import read_blocks
+from ukv.spec import AttentionSpec
+
+CHECKED_TOKENS = 4
+"""Query tokens that are compared with a float64 reference."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One shape; the names are those of the record.
+
+    Attributes:
+      q_heads: Query heads.
+      kv_heads: K/V heads.
+      head_dim: Width of K and of V.
+      batch: Rows.
+      context: Tokens of a row before the query tokens of an extend; all of them for a
+        decode.
+      query: Query tokens of a row.
+      page_size: Tokens per page.
+      window: Tokens a query sees; 0 for all.
+      dtype: Of queries and of the pool.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    context: int
+    query: int = 1
+    page_size: int = 64
+    window: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the query tokens are the last of the context."""
+        return self.query == 1
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens of a row."""
+        return self.context if self.is_decode else self.context + self.query
+
+    @property
+    def first_live_page(self) -> int:
+        """The first page that some query sees."""
+        if not self.window:
+            return 0
+        return max(self.kv_len - self.query + 1 - self.window, 0) // self.page_size
+
+    @property
+    def seen(self) -> int:
+        """Keys that all queries of a row see, one after the other."""
+        positions = np.arange(self.kv_len - self.query, self.kv_len, dtype=np.int64)
+        return int(np.minimum(positions + 1, self.window or self.kv_len).sum())
+
+    @property
+    def read_keys(self) -> int:
+        """Keys of a row that must be read once."""
+        most = self.window + self.query - 1 if self.window else self.kv_len
+        return min(self.kv_len, most)
+
+
+def _layout(shape: Shape, num_layers: int) -> PoolLayout:
+    spec = AttentionSpec(
+        name="kv",
+        num_layers=num_layers,
+        page_size=shape.page_size,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=jnp.dtype(shape.dtype),
+    )
+    pages = shape.batch * (-(-shape.kv_len // shape.page_size) - shape.first_live_page)
+    entry = 2 * num_layers * shape.kv_heads * shape.head_dim * spec.dtype.itemsize
+    return unified_layout([spec], pool_bytes=(pages + 8) * shape.page_size * entry)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "words", "dtype"))
+def _random_pool(key: jax.Array, rows: int, words: int, dtype: str) -> jax.Array:
+    per_word = 4 // jnp.dtype(dtype).itemsize
+
+    def fill(key: jax.Array) -> jax.Array:
+        values = jax.random.normal(key, (words, per_word), jnp.float32).astype(dtype)
+        if per_word == 1:
+            values = values[:, 0]
+        return jax.lax.bitcast_convert_type(values, jnp.uint32)
+
+    return jax.lax.map(fill, jax.random.split(key, rows), batch_size=min(rows, 8192))
+
+
+def _table(shape: Shape, layout: PoolLayout) -> np.ndarray:
+    sub = layout.sub_pool("kv")
+    pages = -(-shape.kv_len // shape.page_size)
+    live = pages - shape.first_live_page
+    order = np.random.default_rng(0).permutation(sub.num_pages)[: shape.batch * live]
+    table = np.zeros((shape.batch, pages), np.int32)
+    table[:, shape.first_live_page :] = order.reshape(shape.batch, live)
+    return table * sub.blocks_per_page
+
+
+def _reference(shape: Shape, buffers, views, table: np.ndarray, q, row, token):
+    """Attend one query token of one row in float64."""
+    first = shape.first_live_page * shape.page_size
+    blocks = jnp.asarray(table[row, shape.first_live_page :])
+    k, v = (
+        np.asarray(read_blocks(buffers[view.buffer_index], view, blocks), np.float64)
+        for view in views
+    )
+    position = shape.kv_len - shape.query + token
+    oldest = max(position + 1 - shape.window, 0) if shape.window else 0
+    seen = slice(oldest - first, position + 1 - first)
+    k, v = (x.reshape(-1, shape.kv_heads, shape.head_dim)[seen] for x in (k, v))
+    q = np.asarray(q, np.float64).reshape(shape.kv_heads, -1, shape.head_dim)
+    scores = np.einsum("gmd,ngd->gmn", q, k) * shape.head_dim**-0.5
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("gmn,ngd->gmd", weights, v).reshape(shape.q_heads, -1)
+
+
+def _prepare(implementation, config, *, shape: Shape, num_layers: int) -> Prepared:
+    layout = _layout(shape, num_layers)
+    views = [
+        tuple(layout.part_view("kv", layer=layer, part=part) for part in "kv")
+        for layer in range(num_layers)
+    ]
+    options = {
+        "softmax_scale": shape.head_dim**-0.5,
+        "window": shape.window or None,
+    }
+    heads = (shape.q_heads, shape.head_dim)
+
+    def attend(layer, q, buffers, ids, bounds, kv_lens):
+        table = KernelBlocks(ids=ids, sub_pool="kv")
+        lens = {"kv_lens": kv_lens}
+        if not shape.is_decode:
+            lens["cu_query_lens"] = bounds
+        if config is not None:
+            k, v = views[layer]
+            pools = buffers[k.buffer_index], buffers[v.buffer_index]
+            parts = {"k": paged_part(k), "v": paged_part(v), "config": config}
+            if shape.is_decode:
+                run = triton_kernels("gqa_decode_triton").gqa_decode
+            else:
+                run = triton_kernels("gqa_extend_triton").gqa_extend
+            return run(q, *pools, ids, **lens, **parts, **options)[0]
+        chosen = {**options, "implementation": implementation}
+        if shape.is_decode:
+            return gqa_decode(q, buffers, *views[layer], table, **lens, **chosen)[0]
+        return gqa_attention(
+            q,
+            buffers,
+            *views[layer],
+            table,
+            **lens,
+            max_query_len=shape.query,
+            **chosen,
+        )[0]
+
+    def step(state):
+        q, buffers, ids, bounds, kv_lens = state
+        for layer in range(num_layers):
+            q = attend(layer, q, buffers, ids, bounds, kv_lens)
+        return q, buffers, ids, bounds, kv_lens
+
+    words = layout.buffer_words[0]
+    rows = layout.pool_bytes // (4 * words)
+    pool = _random_pool(jax.random.key(0, impl="rbg"), rows, words, shape.dtype)
+    table = _table(shape, layout)
+    lead = (shape.batch, 1) if shape.is_decode else (shape.batch * shape.query,)
+    q = jax.random.normal(jax.random.key(1), (*lead, *heads), jnp.dtype(shape.dtype))
+    state = (
+        q,
+        (pool,),
+        jnp.asarray(table),
+        jnp.arange(shape.batch + 1, dtype=jnp.int32) * shape.query,
+        jnp.full(shape.batch, shape.kv_len, jnp.int32),
+    )
+    layer = num_layers - 1
+    found = jax.jit(functools.partial(attend, layer))(*state)
+    tokens = np.linspace(0, shape.batch * shape.query - 1, CHECKED_TOKENS).astype(int)
+    error = 0.0
+    for at in np.unique(tokens):
+        row, token = divmod(int(at), shape.query)
+        wanted = _reference(
+            shape, state[1], views[layer], table, q.reshape(-1, *heads)[at], row, token
+        )
+        got = np.asarray(found.reshape(-1, *heads)[at], np.float64)
+        # Not max(): NaN must stay.
+        error = np.maximum(error, np.abs(got - wanted).max() / np.abs(wanted).max())
+    per_layer = shape.batch * shape.read_keys * 2 * shape.kv_heads * shape.head_dim
+    return Prepared(
+        step=jax.jit(step, donate_argnums=0),
+        state=state,
+        calls=num_layers,
+        touched_bytes=num_layers * per_layer * jnp.dtype(shape.dtype).itemsize,
+        error=float(error),
+    )
+
+
+def _configs(shape: Shape):
+    if shape.is_decode:
+        make = triton_kernels("gqa_decode_triton").GqaDecodeTritonConfig
+        return (
+            make(tile_bytes=32768, num_programs=396),
+            make(num_programs=396, num_stages=4),
+            make(most_chunk=1024),
+            make(most_chunk=4096),
+            make(head_width=64),
+            make(num_warps=2),
+        )
+    make = triton_kernels("gqa_extend_triton").GqaExtendTritonConfig
+    return (
+        make(block_m=64, num_warps=4),
+        make(block_m=64, num_warps=4, num_stages=2),
+        make(block_m=128, num_warps=8),
+    )
+
+
+def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
+    shape = Shape(**numbers)
+    itemsize = jnp.dtype(shape.dtype).itemsize
+    width = shape.head_dim * itemsize
+    tokens = shape.batch * shape.query
+    return BenchCase(
+        op="gqa_decode" if shape.is_decode else "gqa_extend",
+        shape=dataclasses.asdict(shape),
+        moved_bytes=2 * width * shape.kv_heads * shape.batch * shape.read_keys
+        + 2 * width * shape.q_heads * tokens,
+        flops=4 * shape.q_heads * shape.head_dim * shape.batch * shape.seen,
+        # bfloat16 rounds outputs and weights by up to 2**-9 each.
+        max_error=1e-2 if itemsize == 2 else 1e-4,
+        # At full size the reference gathers more than a card holds for a prefill.
+        implementations=("triton", "xla") if small else ("triton",),
+        prepare=functools.partial(_prepare, shape=shape, num_layers=num_layers),
+        configs={} if small else {"triton": _configs(shape)},
+        small=small,
+    )
+
+
+def cases() -> list[BenchCase]:
+    """Return the shapes that other libraries were measured on, and prefill."""
+    found = []
+    llama = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
+    gpt_oss = {"q_heads": 64, "kv_heads": 8, "head_dim": 64}
+    batches = [(16, 8192), (64, 8192), (128, 2048)]
+    for heads, window, num_layers in (
+        (llama, 0, 4),
+        (gpt_oss, 0, 4),
+        (gpt_oss, 128, 64),
+    ):
+        found += [
+            _case(
+                num_layers,
+                **heads,
+                batch=batch,
+                context=context,
+                page_size=page_size,
+                window=window,
+            )
+            for batch, context in batches
+            for page_size in (16, 64)
+        ]
+    for batch, context in ((1, 8192), (1, 131072)):
+        found.append(_case(8, **llama, batch=batch, context=context))
+    prefill = {"batch": 1, "query": 8192}
+    found += [
+        _case(6, **llama, **prefill, context=0),
+        _case(6, **llama, **prefill, context=8192),
+        _case(6, **llama, **prefill, context=0, page_size=16),
+        _case(6, **gpt_oss, **prefill, context=0, window=128),
+    ]
+    tiny = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 4}
+    found += [
+        _case(2, small=True, **tiny, batch=3, context=37),
+        _case(2, small=True, **tiny, batch=3, context=37, window=9, dtype="float32"),
+        _case(2, small=True, **tiny, batch=2, context=9, query=13),
+    ]
+    return found
