@@ -27,6 +27,10 @@ if not HAS_GPU:
     level = "--xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {level}".strip()
 
+# Every simulated warpgroup blocks a thread of XLA's pool while it waits for another
+# one, and a pool of as many threads as a small machine has cores is soon used up.
+os.environ.setdefault("PJRT_NPROC", str(max(16, os.cpu_count() or 1)))
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

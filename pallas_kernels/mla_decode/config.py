@@ -10,6 +10,7 @@ ROPE_DIM = 64
 ROW_DIM = LATENT_DIM + ROPE_DIM
 PAGE_SIZES = (16, 32, 64, 128)
 NARROW_COLUMNS = 32
+WIDE_COLUMNS = 64
 
 # Large finite, and not -inf: a query that has seen no key has no maximum, and the
 # difference of two infinities would be NaN.
@@ -30,23 +31,23 @@ class MlaDecodeConfig:
     Attributes:
       num_ctas: Persistent CTAs; one fits a multiprocessor.
       min_tiles: Tiles of 64 tokens below which a row is not split further.
-      merge_unroll: Parts that the merge has in flight at once.
-      merge_width: Elements of a head's output that a CTA of the merge sums.
     """
 
     num_ctas: int = 128
     min_tiles: int = 2
-    merge_unroll: int = 8
-    merge_width: int = 128
 
     def __post_init__(self):
         """Checks the ranges."""
-        for name in ("num_ctas", "min_tiles", "merge_unroll"):
+        for name in ("num_ctas", "min_tiles"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.merge_width not in (128, 256, 512):
-            raise ValueError(f"{self.merge_width=} must be 128, 256 or 512")
 
+
+SWIZZLE_FLOAT32 = (
+    plgpu.TilingTransform((8, 32)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+"""The same for float32 that are on their way out."""
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 """Accumulator of a wgmma."""

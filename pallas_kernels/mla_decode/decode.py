@@ -12,12 +12,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.mla_decode import narrow
+from pallas_kernels.mla_decode import narrow, wide
 from pallas_kernels.mla_decode.config import (
     LATENT_DIM,
     NARROW_COLUMNS,
     PAGE_SIZES,
     ROW_DIM,
+    WIDE_COLUMNS,
     MlaDecodeConfig,
 )
 from pallas_kernels.mla_decode.merge import merge
@@ -111,12 +112,19 @@ def _mla_decode(
     num_rows, query_len, num_heads, _ = q.shape
     used = query_len * num_heads
     columns = q.reshape(num_rows, used, ROW_DIM)
-    padding = -used % NARROW_COLUMNS
+    if used <= NARROW_COLUMNS:
+        kernel, groups, width = narrow, 1, NARROW_COLUMNS
+    else:
+        groups = -(-used // WIDE_COLUMNS)
+        groups += groups % 2 if groups > 1 else 0  # two are a cluster
+        kernel, width = wide, WIDE_COLUMNS
+    padding = groups * width - used
     if padding:
         columns = jnp.pad(columns, ((0, 0), (0, padding), (0, 0)))
-    plan = plan_work(kv_lens, num_ctas=config.num_ctas, min_tiles=config.min_tiles)
+    num_ctas = max(1, config.num_ctas // groups)
+    plan = plan_work(kv_lens, num_ctas=num_ctas, min_tiles=config.min_tiles)
     pool = lax.bitcast_convert_type(buffer.reshape(-1, ROW_DIM // 2), jnp.bfloat16)
-    out, lse, part_out, part_lse = narrow.attend(
+    out, lse, part_out, part_lse = kernel.attend(
         columns,
         pool.reshape(-1, piece_size(page_size), ROW_DIM),
         table,
@@ -126,7 +134,7 @@ def _mla_decode(
         num_heads=num_heads,
         page_size=page_size,
         softmax_scale=softmax_scale,
-        num_ctas=config.num_ctas,
+        num_ctas=num_ctas,
         interpret=interpret,
     )
     out, lse = merge(
@@ -135,8 +143,8 @@ def _mla_decode(
         part_out,
         part_lse,
         plan,
-        width=config.merge_width,
-        unroll=config.merge_unroll,
+        num_parts=-(-num_ctas // num_rows) + 1,
+        num_ctas=config.num_ctas,
         interpret=interpret,
     )
     return (

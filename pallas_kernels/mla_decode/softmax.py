@@ -1,6 +1,7 @@
 """What the kernels share: causal lengths, sums without keys, tails, accumulators."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -62,3 +63,26 @@ def accumulate(multiply, accs, *, interpret):
     refs = [ACC(acc.shape, jnp.float32) for acc in accs]
     products = pl.run_scoped(multiply_apart, *refs)
     return tuple(acc + product for acc, product in zip(accs, products, strict=True))
+
+
+def add_products(acc, values_smem, products, finish, *, interpret):
+    """Return ``acc`` plus the products ``weights @ values_smem.at[index]``.
+
+    The weights are in registers. ``finish`` runs once all products are issued; it may
+    wait for them in turn.
+    """
+    if interpret:  # the simulator takes no left operand from registers
+        for weights, index in products:
+            values = values_smem.at[index][...].astype(jnp.float32)
+            weights = weights.astype(jnp.float32)
+            acc = acc + jnp.dot(weights, values, precision="highest")
+        finish()
+        return acc
+
+    def multiply(acc_refs):
+        for weights, index in products:
+            plgpu.wgmma(acc_refs[0], weights, values_smem.at[index])
+        finish()
+
+    added: Any = pl.run_state(multiply)((ACC.init(acc),))
+    return added[0]
