@@ -29,7 +29,7 @@ compile() {
 }
 
 # One resolution of everything bounds the three files, so that they agree.
-compile --extra cuda12 --extra eval --extra test --group weights \
+compile --extra cuda12 --extra eval --extra lm-eval --extra test --group weights \
   --constraint "$work/pins.txt" --output-file "$work/all.txt"
 
 write_lock() {
@@ -40,5 +40,5 @@ write_lock() {
   cat "$work/$name.lock" >>"$lock"
 }
 write_lock eval --extra eval --group weights
-write_lock test --extra eval --extra test --group weights
+write_lock test --extra eval --extra lm-eval --extra test --group weights
 write_lock cuda12 --extra eval --extra cuda12

@@ -19,7 +19,11 @@ LOCKS = {
     }
     for path in (ROOT / "requirements").glob("*.lock")
 }
-LOCKED_EXTRAS = {"eval": ["eval"], "test": ["eval", "test"], "cuda12": ["cuda12"]}
+LOCKED_EXTRAS = {
+    "eval": ["eval"],
+    "test": ["eval", "lm-eval", "test"],
+    "cuda12": ["cuda12"],
+}
 BASH = shutil.which("bash")
 
 
@@ -40,7 +44,7 @@ def locked_version(lock, name):
 
 
 def test_extras():
-    assert sorted(EXTRAS) == ["cuda12", "cuda13", "eval", "test"]
+    assert sorted(EXTRAS) == ["cuda12", "cuda13", "eval", "lm-eval", "test"]
 
 
 def test_packages_are_importable_from_the_checkout():
