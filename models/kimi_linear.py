@@ -10,36 +10,25 @@ moonshotai/Kimi-Linear-48B-A3B-Instruct.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from models.config_fields import ConfigError, ConfigFields
+from models.kimi_delta_attention import KimiDeltaAttention
 from models.layers import embed, linear, rms_norm, swiglu, swiglu_weights
 from models.mla import LatentAttention
 from models.moe import Router
 from models.shared_moe import SharedMoe, moe_layers_from_config
-from models.weights import Weight, Weights, joined, weight
-from ukv.ops import (
-    DeltaTokens,
-    DeltaViews,
-    Implementation,
-    KdaGate,
-    ProjectedTokens,
-    ShortConv,
-    StateSlots,
-    kda_decode_step,
-    kda_prefill,
-    short_conv_prefill,
-)
+from models.weights import Weights, joined, weight
+from ukv.ops import Implementation
 from ukv.pool import PoolState
-from ukv.spec import SubPoolSpec, kda_state_spec
+from ukv.spec import SubPoolSpec
 from ukv.translator import StepInputs
-
-# Of the norm behind a KDA layer's recurrence; no config has a field for it.
-OUTPUT_NORM_EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +41,7 @@ class KimiLinear:
       intermediate_size: Width inside the MLP of layers without experts.
       num_layers: Layers.
       kda_layers: Which of them are KDA, from 0; the others are latent attention.
-      num_kda_heads: Heads of KDA.
-      kda_dim: Elements of a KDA head's q, k and v, and rank of its gates.
-      conv_width: Taps of the short convolution of KDA.
+      kda: Kimi Delta Attention.
       latent: Latent attention.
       moe: Experts, and which layers have them; None for a model without.
       epsilon: Of the RMS norms of the residual stream and of latents.
@@ -67,9 +54,7 @@ class KimiLinear:
     intermediate_size: int
     num_layers: int
     kda_layers: tuple[int, ...]
-    num_kda_heads: int
-    kda_dim: int
-    conv_width: int
+    kda: KimiDeltaAttention
     latent: LatentAttention
     moe: SharedMoe | None
     epsilon: float
@@ -107,9 +92,12 @@ class KimiLinear:
             intermediate_size=fields.take("intermediate_size", int),
             num_layers=num_layers,
             kda_layers=_kda_layers_from_config(linear_fields, num_layers),
-            num_kda_heads=linear_fields.take("num_heads", int),
-            kda_dim=linear_fields.take("head_dim", int),
-            conv_width=linear_fields.take("short_conv_kernel_size", int),
+            kda=KimiDeltaAttention(
+                hidden_size=hidden,
+                num_heads=linear_fields.take("num_heads", int),
+                head_dim=linear_fields.take("head_dim", int),
+                conv_width=linear_fields.take("short_conv_kernel_size", int),
+            ),
             latent=LatentAttention.from_config(fields),
             moe=_moe_from_config(fields, hidden, num_layers),
             epsilon=fields.take("rms_norm_eps", float),
@@ -118,11 +106,6 @@ class KimiLinear:
         linear_fields.finish()
         fields.finish()
         return model
-
-    @property
-    def kda_width(self) -> int:
-        """Elements of q, of k or of v of all KDA heads."""
-        return self.num_kda_heads * self.kda_dim
 
     @property
     def latent_layers(self) -> tuple[int, ...]:
@@ -143,7 +126,7 @@ class KimiLinear:
         hidden, prefix = self.hidden_size, f"model.layers.{index}"
         mixer = f"{prefix}.self_attn"
         if index in self.kda_layers:
-            mixer_weights = self._kda_weights(mixer)
+            mixer_weights = self.kda.weights(mixer)
         else:
             mixer_weights = self._latent_weights(mixer)
         if self.moe is not None and index in self.moe.layers:
@@ -163,35 +146,6 @@ class KimiLinear:
                 f"{prefix}.post_attention_layernorm.weight", hidden, spread=0.0
             ),
             "mlp": mlp_weights,
-        }
-
-    def _kda_weights(self, prefix: str) -> Weights:
-        hidden, heads, dim = self.hidden_size, self.num_kda_heads, self.kda_dim
-        width, taps = self.kda_width, self.conv_width
-        return {
-            "qkv_beta_gates": joined(
-                [
-                    f"{prefix}.{n}_proj.weight"
-                    for n in ("q", "k", "v", "b", "f_a", "g_a")
-                ],
-                [(rows, hidden) for rows in (width, width, width, heads, dim, dim)],
-            ),
-            "conv": Weight(
-                names=tuple(f"{prefix}.{n}_conv1d.weight" for n in "qkv"),
-                shapes=((width, 1, taps),) * 3,
-                shape=(3 * width, taps),
-                keeps_float32=True,
-            ),
-            "decay_gate": weight(f"{prefix}.f_b_proj.weight", width, dim),
-            "a_log": weight(
-                f"{prefix}.A_log", 1, 1, heads, 1, shape=(heads,), keeps_float32=True
-            ),
-            "dt_bias": weight(
-                f"{prefix}.dt_bias", width, shape=(heads, dim), keeps_float32=True
-            ),
-            "output_gate": weight(f"{prefix}.g_b_proj.weight", width, dim),
-            "output_norm": weight(f"{prefix}.o_norm.weight", dim, spread=0.0),
-            "o": weight(f"{prefix}.o_proj.weight", hidden, width),
         }
 
     def _latent_weights(self, prefix: str) -> Weights:
@@ -228,16 +182,7 @@ class KimiLinear:
                 page_size=page_size,
                 dtype=dtype,
             ),
-            kda_state_spec(
-                name="kda",
-                num_layers=len(self.kda_layers),
-                num_heads=self.num_kda_heads,
-                key_dim=self.kda_dim,
-                value_dim=self.kda_dim,
-                conv_width=self.conv_width,
-                state_dtype="float32",
-                conv_dtype=dtype,
-            ),
+            self.kda.state_spec("kda", len(self.kda_layers), dtype),
         )
 
     def forward(
@@ -250,94 +195,132 @@ class KimiLinear:
           inputs: The step; ``inputs.logit_tokens`` says whose logits are wanted.
           pool: The pool; donate it.
         """
-        x = embed(inputs.token_ids, weights["embedding"])
+
+        def mix(
+            layer: Weights, index: int, x: jax.Array, pool: PoolState
+        ) -> tuple[jax.Array, PoolState]:
+            if index not in self.kda_layers:
+                return self._latent_attention(layer, index, x, inputs, pool)
+            return self.kda.forward(
+                layer,
+                x,
+                inputs,
+                pool,
+                sub_pool="kda",
+                index=self.kda_layers.index(index),
+                implementation=self.implementation,
+            )
+
+        def route(
+            moe: SharedMoe, layer: Weights, x: jax.Array, pool: PoolState
+        ) -> tuple[jax.Array, PoolState]:
+            return moe.apply(layer, x, inputs.is_token), pool
+
+        x, pool = self._run_layers(weights, inputs.token_ids, pool, mix, route)
+        return self._logits(weights, x[inputs.logit_tokens]), pool
+
+    def forward_rows(
+        self,
+        weights: Weights,
+        token_ids: Int32[Array, "rows time"],
+        is_token: Bool[Array, "rows time"],
+    ) -> tuple[
+        Float32[Array, "rows time vocabulary"], Float32[Array, "moe_layers experts"]
+    ]:
+        """Run whole rows without a pool; differentiable, for training.
+
+        Args:
+          weights: Arrays in the structure of ``weights()``.
+          token_ids: Rows, padded behind their tokens.
+          is_token: False where padded.
+
+        Returns:
+          Logits of all tokens, and for each layer with experts the share of the
+          tokens that each expert was chosen for. They add up to the chosen experts.
+        """
+        rows, time = token_ids.shape
+        is_packed_token = is_token.reshape(-1)
+        loads: tuple[jax.Array, ...] = ()
+
+        def mix(
+            layer: Weights, index: int, x: jax.Array, loads: tuple[jax.Array, ...]
+        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            if index in self.kda_layers:
+                return self.kda.forward_rows(layer, x, rows), loads
+            q, latents = self._latent_projections(layer, x)
+            out = self.latent.attend_rows(
+                q.reshape(rows, time, *q.shape[1:]),
+                latents.reshape(rows, time, -1),
+                layer["w_kc"],
+                layer["w_vc"],
+            )
+            return linear(out.reshape(rows * time, -1), layer["o"]), loads
+
+        def route(
+            moe: SharedMoe, layer: Weights, x: jax.Array, loads: tuple[jax.Array, ...]
+        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            out, load = moe.apply_all(layer, x, is_packed_token)
+            return out, (*loads, load)
+
+        packed = token_ids.reshape(-1)
+        x, loads = self._run_layers(weights, packed, loads, mix, route)
+        num_experts = 0 if self.moe is None else self.moe.router.num_experts
+        return (
+            self._logits(weights, x).reshape(rows, time, -1),
+            jnp.stack(loads) if loads else jnp.zeros((0, num_experts), jnp.float32),
+        )
+
+    def _run_layers(
+        self,
+        weights: Weights,
+        token_ids: Int32[Array, " num_tokens"],
+        carry: Any,
+        mix: Callable[..., tuple[jax.Array, Any]],
+        route: Callable[..., tuple[jax.Array, Any]],
+    ) -> tuple[Float[Array, "num_tokens width"], Any]:
+        """Run all layers: what inference and training have in common.
+
+        Args:
+          weights: Arrays in the structure of ``weights()``.
+          token_ids: Tokens, packed.
+          carry: What goes through all layers beside the tokens, such as the pool.
+          mix: ``(layer, index, x, carry) -> (mixed, carry)``, over tokens of a row.
+          route: ``(moe, layer, x, carry) -> (out, carry)``, through experts.
+        """
+        x = embed(token_ids, weights["embedding"])
         for index, layer in enumerate(weights["layers"]):
             normed = rms_norm(x, layer["mixer_norm"], self.epsilon)
-            mixer = self._kda if index in self.kda_layers else self._latent_attention
-            mixed, pool = mixer(layer["mixer"], index, normed, inputs, pool)
+            mixed, carry = mix(layer["mixer"], index, normed, carry)
             x = x + mixed
             normed = rms_norm(x, layer["mlp_norm"], self.epsilon)
             if self.moe is not None and index in self.moe.layers:
-                x = x + self.moe.apply(layer["mlp"], normed, inputs.is_token)
+                out, carry = route(self.moe, layer["mlp"], normed, carry)
             else:
-                x = x + swiglu(normed, **layer["mlp"])
-        x = rms_norm(x[inputs.logit_tokens], weights["norm"], self.epsilon)
-        logits = linear(x, weights["output"]).astype(jnp.float32)
-        return logits * self.logit_scale, pool
+                out = swiglu(normed, **layer["mlp"])
+            x = x + out
+        return x, carry
 
-    def _kda(
-        self,
-        layer: Weights,
-        index: int,
-        x: Float[Array, "num_tokens width"],
-        inputs: StepInputs,
-        pool: PoolState,
-    ) -> tuple[Float[Array, "num_tokens width"], PoolState]:
-        """Convolve q, k and v, advance the state with them, and gate what it gives."""
-        num_tokens, heads, dim = x.shape[0], self.num_kda_heads, self.kda_dim
-        qkv, beta_logits, decay, gate = jnp.split(
-            linear(x, layer["qkv_beta_gates"]),
-            np.cumsum([3 * self.kda_width, heads, dim]).tolist(),
+    def _logits(
+        self, weights: Weights, x: Float[Array, "num_logits width"]
+    ) -> Float32[Array, "num_logits vocabulary"]:
+        x = rms_norm(x, weights["norm"], self.epsilon)
+        return linear(x, weights["output"]).astype(jnp.float32) * self.logit_scale
+
+    def _latent_projections(
+        self, layer: Weights, x: Float[Array, "num_tokens width"]
+    ) -> tuple[
+        Float[Array, "num_tokens heads key_dim"], Float[Array, "num_tokens row_width"]
+    ]:
+        """Return queries, and what each token leaves in the pool."""
+        latent = self.latent
+        q, compressed, key = jnp.split(
+            linear(x, layer["q_row"]),
+            np.cumsum([latent.num_heads * latent.key_dim, latent.latent_dim]).tolist(),
             axis=1,
         )
-        slots = StateSlots(slots=inputs.slots["kda"], is_fresh=inputs.is_fresh)
-        state = self.kda_layers.index(index)
-
-        views = DeltaViews(
-            recurrent=pool.layout.part_view("kda", layer=state, part="recurrent"),
-            conv=pool.layout.part_view("kda", layer=state, part="conv"),
-        )
-        conv = ShortConv(weight=layer["conv"])
-        kda_gate = KdaGate(a_log=layer["a_log"], dt_bias=layer["dt_bias"])
-        gate_logits = linear(decay, layer["decay_gate"]).reshape(num_tokens, heads, dim)
-        if inputs.is_decode:
-            projected = ProjectedTokens(
-                qkv=qkv[:, None],
-                gate_logits=gate_logits[:, None],
-                beta_logits=beta_logits[:, None],
-            )
-            buffers, out = kda_decode_step(
-                pool.buffers,
-                views,
-                projected,
-                conv,
-                kda_gate,
-                slots,
-                implementation=self.implementation,
-            )
-            out = out[:, 0]
-        else:
-            buffers, qkv = short_conv_prefill(
-                pool.buffers,
-                views.conv,
-                qkv,
-                conv,
-                inputs.cu_query_lens,
-                slots,
-                implementation=self.implementation,
-            )
-            q, k, v = jnp.split(qkv.reshape(num_tokens, 3 * heads, dim), 3, axis=1)
-            tokens = DeltaTokens(
-                q=q, k=k, v=v, gate_logits=gate_logits, beta_logits=beta_logits
-            )
-            buffers, out = kda_prefill(
-                buffers,
-                views.recurrent,
-                tokens,
-                kda_gate,
-                inputs.cu_query_lens,
-                slots,
-                max_query_len=inputs.max_query_len,
-                implementation=self.implementation,
-            )
-
-        gate = linear(gate, layer["output_gate"]).reshape(out.shape)
-        normed = rms_norm(
-            out.astype(jnp.float32), layer["output_norm"], OUTPUT_NORM_EPSILON
-        )
-        gated = normed * jax.nn.sigmoid(gate.astype(jnp.float32))
-        out = gated.astype(x.dtype).reshape(num_tokens, self.kda_width)
-        return linear(out, layer["o"]), pool.replace(buffers=buffers)
+        compressed = rms_norm(compressed, layer["latent_norm"], self.epsilon)
+        q = q.reshape(x.shape[0], latent.num_heads, latent.key_dim)
+        return q, jnp.concatenate([compressed, key], axis=1)
 
     def _latent_attention(
         self,
@@ -348,16 +331,10 @@ class KimiLinear:
         pool: PoolState,
     ) -> tuple[Float[Array, "num_tokens width"], PoolState]:
         """Attend over latent rows; their order is all that tells positions apart."""
-        latent, num_tokens = self.latent, x.shape[0]
-        q, compressed, key = jnp.split(
-            linear(x, layer["q_row"]),
-            np.cumsum([latent.num_heads * latent.key_dim, latent.latent_dim]).tolist(),
-            axis=1,
-        )
-        compressed = rms_norm(compressed, layer["latent_norm"], self.epsilon)
-        out, pool = latent.attend(
-            q.reshape(num_tokens, latent.num_heads, latent.key_dim),
-            jnp.concatenate([compressed, key], axis=1),
+        q, latents = self._latent_projections(layer, x)
+        out, pool = self.latent.attend(
+            q,
+            latents,
             layer["w_kc"],
             layer["w_vc"],
             inputs,
@@ -366,7 +343,7 @@ class KimiLinear:
             layer=self.latent_layers.index(index),
             implementation=self.implementation,
         )
-        return linear(out.reshape(num_tokens, -1), layer["o"]), pool
+        return linear(out.reshape(x.shape[0], -1), layer["o"]), pool
 
 
 def _refuse_later_architectures(fields: ConfigFields) -> None:

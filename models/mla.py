@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from models.config_fields import ConfigFields
 from models.weights import Weight, weight
@@ -183,6 +183,50 @@ class LatentAttention:
                 implementation=implementation,
             )
         return out, pool.replace(buffers=buffers)
+
+    def attend_rows(
+        self,
+        q: Float[Array, "rows time num_heads key_dim"],
+        latents: Float[Array, "rows time row_width"],
+        w_kc: Float[Array, "num_heads nope_dim latent_dim"],
+        w_vc: Float[Array, "num_heads value_dim latent_dim"],
+    ) -> Float[Array, "rows time num_heads value_dim"]:
+        """Attend whole rows without a pool, expanded; differentiable, for training.
+
+        Args:
+          q: As in ``attend``.
+          latents: What each token would leave in the pool.
+          w_kc: Key expansion.
+          w_vc: Value expansion.
+        """
+        compressed, rope = jnp.split(latents, [self.latent_dim], axis=-1)
+        keys, values = (
+            _products("rtl,hdl->rthd", compressed, expansion).astype(q.dtype)
+            for expansion in (w_kc, w_vc)
+        )
+        of_all_heads = jnp.broadcast_to(
+            rope[:, :, None], (*keys.shape[:-1], self.rope_dim)
+        )
+        keys = jnp.concatenate([keys, of_all_heads], axis=-1)
+        scores = _products("rihd,rjhd->rhij", q, keys)
+        place = np.arange(q.shape[1])
+        is_seen = jnp.asarray(place[:, None] >= place[None, :])
+        scores = jnp.where(is_seen, scores * self.softmax_scale, -jnp.inf)
+        shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return _products("rhij,rjhd->rihd", shares, values).astype(q.dtype)
+
+
+def _products(
+    subscripts: str, left: Float[Array, "..."], right: Float[Array, "..."]
+) -> Float32[Array, "..."]:
+    """Multiply and add up as ``linear`` does, with float32 sums."""
+    return jnp.einsum(
+        subscripts,
+        left,
+        right,
+        precision=jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _per_head(

@@ -286,3 +286,41 @@ def apply_experts(
     total = jnp.zeros(x.shape, jnp.float32)
     total = jax.lax.fori_loop(0, tiles.num_tiles, add_tile, total)
     return total.astype(x.dtype)
+
+
+def apply_all_experts(
+    x: Float[Array, "num_tokens width"],
+    choice: Choice,
+    experts: Experts,
+    *,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] = silu_gate,
+) -> Float[Array, "num_tokens width"]:
+    """Return what ``apply_experts`` does, by asking every expert about every token.
+
+    It has no loop of unknown length, so it is differentiable. For training a small
+    model: the work does not depend on how many experts are chosen.
+
+    Args:
+      x: Tokens.
+      choice: Experts of each, and their weights.
+      experts: Weights.
+      activation: Of gate and up.
+    """
+    num_experts, two_inner, width = experts.gate_up.shape
+    chosen = jax.nn.one_hot(choice.expert_ids, num_experts, dtype=jnp.float32)
+    shares = jnp.einsum("tce,tc->te", chosen, choice.weights)
+
+    def flat_bias(bias: jax.Array | None) -> jax.Array | None:
+        return None if bias is None else bias.reshape(-1)
+
+    matrices = experts.gate_up.reshape(num_experts * two_inner, width)
+    gate_up = linear(x, matrices, flat_bias(experts.gate_up_bias))
+    gate_up = gate_up.reshape(x.shape[0], num_experts, two_inner)
+    inner = activation(*jnp.split(gate_up, 2, axis=-1))
+    # The shares go in before the last product, which then adds up the experts.
+    inner = (inner.astype(jnp.float32) * shares[:, :, None]).astype(x.dtype)
+    down = experts.down.transpose(1, 0, 2).reshape(width, -1)
+    out = linear(inner.reshape(x.shape[0], -1), down).astype(jnp.float32)
+    if experts.down_bias is not None:
+        out = out + linear(shares, experts.down_bias.astype(jnp.float32).T)
+    return out.astype(x.dtype)

@@ -6,11 +6,19 @@ Source: DeepSeekMoE (arXiv:2401.06066).
 import dataclasses
 
 import jax
-from jaxtyping import Array, Bool, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
 
 from models.config_fields import ConfigError, ConfigFields
 from models.layers import swiglu, swiglu_weights
-from models.moe import Experts, Router, apply_experts, expert_weights
+from models.moe import (
+    Choice,
+    Experts,
+    Router,
+    apply_all_experts,
+    apply_experts,
+    expert_weights,
+)
 from models.weights import Weights, weight
 
 
@@ -81,14 +89,43 @@ class SharedMoe:
           x: Tokens.
           is_token: False where padded.
         """
-        choice = self.router.choose(
+        out: jax.Array = apply_experts(
+            x, self._choose(layer, x), Experts(**layer["experts"]), is_token=is_token
+        )
+        return self._with_shared(layer, x, out)
+
+    def apply_all(
+        self,
+        layer: Weights,
+        x: Float[Array, "num_tokens width"],
+        is_token: Bool[Array, " num_tokens"],
+    ) -> tuple[Float[Array, "num_tokens width"], Float32[Array, " experts"]]:
+        """Do what ``apply`` does, through every expert: differentiable, for training.
+
+        Args:
+          layer: Arrays in the structure of ``weights``.
+          x: Tokens.
+          is_token: False where padded; a padded token gets something, and counts for
+            no expert.
+
+        Returns:
+          The result, and the share of the tokens that each expert was chosen for.
+        """
+        choice = self._choose(layer, x)
+        out: jax.Array = apply_all_experts(x, choice, Experts(**layer["experts"]))
+        is_chosen = jax.nn.one_hot(choice.expert_ids, self.router.num_experts)
+        counted = is_token.astype(jnp.float32)
+        counts = jnp.sum(is_chosen * counted[:, None, None], axis=(0, 1))
+        load = counts / jnp.maximum(jnp.sum(counted), 1.0)
+        return self._with_shared(layer, x, out), load
+
+    def _choose(self, layer: Weights, x: jax.Array) -> Choice:
+        return self.router.choose(
             x, layer["router"], correction_bias=layer.get("correction")
         )
-        experts = Experts(**layer["experts"])
-        out: jax.Array = apply_experts(x, choice, experts, is_token=is_token)
-        if self.num_shared:
-            out = out + swiglu(x, **layer["shared"])
-        return out
+
+    def _with_shared(self, layer: Weights, x: jax.Array, out: jax.Array) -> jax.Array:
+        return out + swiglu(x, **layer["shared"]) if self.num_shared else out
 
 
 def moe_layers_from_config(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ shapes.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -109,26 +110,54 @@ def init_weights(description: Weights, key: jax.Array, dtype: jnp.dtype) -> Weig
     return jax.tree.unflatten(structure, arrays)
 
 
-def _read(checkpoint: TensorSource, w: Weight, dtype: jnp.dtype) -> jax.Array:
+def tensor_shapes(description: Weights) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the checkpoint's tensors by name."""
+    return {
+        name: shape
+        for w in jax.tree.leaves(description, is_leaf=_is_weight)
+        for name, shape in zip(w.names, w.shapes, strict=True)
+    }
+
+
+def assemble_weights(
+    description: Weights, tensors: Mapping[str, jax.Array], dtype: jnp.dtype
+) -> Weights:
+    """Make all arrays of tensors in memory, as ``load_weights`` does of a file.
+
+    It is differentiable, so training can keep its parameters as the checkpoint will.
+
+    Args:
+      description: The model's weights.
+      tensors: By their names in the checkpoint.
+      dtype: The model's dtype.
+    """
+    return jax.tree.map(
+        lambda w: _assemble(w, [tensors[name] for name in w.names], dtype, jnp),
+        description,
+        is_leaf=_is_weight,
+    )
+
+
+def _assemble(w: Weight, tensors: list, dtype: jnp.dtype, numpy: ModuleType) -> Any:
+    """Join or decode the tensors of one array, with NumPy or with JAX's NumPy."""
     if w.decode is not None:
-        tensors = [
-            jnp.asarray(checkpoint.read(name, shape))
-            for name, shape in zip(w.names, w.shapes, strict=True)
-        ]
-        value = w.decode(*tensors, dtype=w.dtype(dtype))
+        value = w.decode(*map(jnp.asarray, tensors), dtype=w.dtype(dtype))
         assert value.shape == w.final_shape, f"{w.names}: {value.shape=}"
         return value
+    if w.join == "stack":
+        value = numpy.stack(tensors)
+    else:
+        value = tensors[0] if len(tensors) == 1 else numpy.concatenate(tensors)
+    return value.reshape(w.final_shape).astype(w.dtype(dtype))
+
+
+def _read(checkpoint: TensorSource, w: Weight, dtype: jnp.dtype) -> jax.Array:
     # On the host: only the finished array goes to the device.
     tensors = [
         np.asarray(checkpoint.read(name, shape))
         for name, shape in zip(w.names, w.shapes, strict=True)
     ]
-    if w.join == "stack":
-        value = np.stack(tensors)
-    else:
-        value = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-    value = value.reshape(w.final_shape).astype(w.dtype(dtype))
-    return jax.device_put(value)
+    return jax.device_put(_assemble(w, tensors, dtype, np))
 
 
 def load_weights(

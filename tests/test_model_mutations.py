@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-import models.kimi_linear
+import models.kimi_delta_attention
 import models.layers
 import ukv.ops.short_conv
 from tests.model_runner import forget_programs
@@ -82,12 +82,12 @@ def swap_k_and_v(patch):
 
 
 def swap_k_and_v_of_states(patch):
-    right = models.kimi_linear.DeltaTokens
+    right = models.kimi_delta_attention.DeltaTokens
 
     def tokens(*, k, v, **others):
         return right(k=v, v=k, **others)
 
-    patch.setattr(models.kimi_linear, "DeltaTokens", tokens)
+    patch.setattr(models.kimi_delta_attention, "DeltaTokens", tokens)
 
 
 CASES = [

@@ -6,9 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from models.config_fields import ConfigError
-from models.moe import Choice, Experts, Router, apply_experts, cut_pairs, silu_gate
+from models.moe import (
+    Choice,
+    Experts,
+    Router,
+    apply_all_experts,
+    apply_experts,
+    cut_pairs,
+    silu_gate,
+)
 from tests.comparison import assert_matches
 from tests.oracles.moe import choose_experts, experts_by_mask, experts_by_token
 
@@ -172,6 +181,30 @@ def test_experts_match_the_oracle(num_tokens, has_bias):
     expected = experts_by_token(*oracle_arguments(x, choice, experts), oracle)
     assert_matches(
         out, expected, dtype="float32", reduced_len=WIDTH * INNER, row_axes=(0,)
+    )
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_all_experts_match_the_oracle_and_have_its_gradient(has_bias):
+    experts = drawn_experts(8, has_bias=has_bias)
+    x, choice = drawn(6, 30, WIDTH), drawn_choice(30, 8, 3)
+    activation, oracle = (
+        (clamped, clamped_oracle) if has_bias else (silu_gate, silu_oracle)
+    )
+    run = jax.jit(apply_all_experts, static_argnames="activation")
+    out = run(x, choice, experts, activation=activation)
+    expected = experts_by_token(*oracle_arguments(x, choice, experts), oracle)
+    assert_matches(
+        out, expected, dtype="float32", reduced_len=WIDTH * INNER, row_axes=(0,)
+    )
+    check_grads(
+        lambda x, weights: run(
+            x, choice.replace(weights=weights), experts, activation=silu_gate
+        ),
+        (x, choice.weights),
+        order=1,
+        modes=["rev"],
+        rtol=1e-2,
     )
 
 

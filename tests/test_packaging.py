@@ -44,7 +44,7 @@ def locked_version(lock, name):
 
 
 def test_extras():
-    assert sorted(EXTRAS) == ["cuda12", "cuda13", "eval", "lm-eval", "test"]
+    assert sorted(EXTRAS) == ["cuda12", "cuda13", "eval", "lm-eval", "test", "train"]
 
 
 def test_packages_are_importable_from_the_checkout():

@@ -36,3 +36,5 @@ from ukv.ops.short_conv import short_conv_prefill as short_conv_prefill
 from ukv.ops.state_slots import CHECKPOINT_GRID as CHECKPOINT_GRID
 from ukv.ops.state_slots import StateCheckpoints as StateCheckpoints
 from ukv.ops.state_slots import StateSlots as StateSlots
+from ukv.ops.whole_rows import kda_rows as kda_rows
+from ukv.ops.whole_rows import short_conv_rows as short_conv_rows

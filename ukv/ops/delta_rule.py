@@ -14,6 +14,8 @@ Both forms take padded rows with their lengths; what lies past a length, NaN or 
 changes nothing.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,20 +94,29 @@ def _lower(size: int) -> Array:
     return jnp.asarray(np.tril(np.ones((size, size), bool)))
 
 
-def _sums_to(log_decay: Array) -> Array:
+def sums_to(log_decay: Array) -> Array:
     """Sum from the first token of the block to each token, its own included."""
     lower = np.tril(np.ones((log_decay.shape[-2],) * 2, np.float32))
     return _dot("im,...md->...id", jnp.asarray(lower), log_decay)
 
 
-def _sums_after(log_decay: Array) -> Array:
+def sums_after(log_decay: Array) -> Array:
     """Sum over the tokens of the block after each token."""
     upper = np.triu(np.ones((log_decay.shape[-2],) * 2, np.float32), 1)
     return _dot("im,...md->...id", jnp.asarray(upper), log_decay)
 
 
-def _decayed_products(
-    lefts: tuple[Array, ...], right: Array, log_decay: Array
+def _inside_products(left: Array, right: Array, log_decay: Array) -> Array:
+    """Return ``left_i . right_j`` with the decay between them, inside each block."""
+    decayed = right[..., None, :, :] * _pair_decay(log_decay)
+    return jnp.sum(left[..., :, None, :] * decayed[None], axis=-1)
+
+
+def decayed_products(
+    lefts: tuple[Array, ...],
+    right: Array,
+    log_decay: Array,
+    inside_products: Callable[[Array, Array, Array], Array] = _inside_products,
 ) -> Array:
     """Return ``left_i . right_j`` with the decay between them; 0 for i < j.
 
@@ -119,6 +130,7 @@ def _decayed_products(
       lefts: Each ``[rows, heads, chunk, key_dim]``.
       right: ``[rows, heads, chunk, key_dim]``.
       log_decay: ``[rows, heads, chunk, key_dim or 1]``.
+      inside_products: How a block multiplies its own pairs.
 
     Returns:
       ``[lefts, rows, heads, chunk, chunk]``.
@@ -133,11 +145,10 @@ def _decayed_products(
         x.reshape(*x.shape[:-2], num_blocks, SUB_BLOCK, key_dim)
         for x in (left, right, log_decay)
     )
-    decayed = right[..., None, :, :] * _pair_decay(log_decay)
-    inside = jnp.sum(left[..., :, None, :] * decayed[None], axis=-1)
+    inside = inside_products(left, right, log_decay)
 
-    from_start = left * jnp.exp(_sums_to(log_decay))[None]
-    to_end = right * jnp.exp(_sums_after(log_decay))
+    from_start = left * jnp.exp(sums_to(log_decay))[None]
+    to_end = right * jnp.exp(sums_after(log_decay))
     a, b, m = np.ogrid[:num_blocks, :num_blocks, :num_blocks]
     between = jnp.asarray((b < m) & (m < a), jnp.float32)
     between = jnp.exp(_dot("abm,rhmd->rhabd", between, log_decay.sum(axis=-2)))
@@ -153,7 +164,7 @@ def _decayed_products(
     return products.reshape(*products.shape[:3], chunk, chunk)
 
 
-def _solve_unit_lower(lower: Array, right: Array) -> Array:
+def solve_unit_lower(lower: Array, right: Array) -> Array:
     """Solve ``(I + L) x = right``, L the part of ``lower`` below its diagonal.
 
     Forward substitution by blocks of 16. A block on the diagonal is inverted by
@@ -235,11 +246,11 @@ def delta_rule_chunk(
         for x in (q, k, v, log_decay, beta[..., None])
     )
     log_decay = jnp.maximum(log_decay, _MIN_LOG_DECAY)
-    from_start = jnp.exp(_sums_to(log_decay))
-    to_end = jnp.exp(_sums_after(log_decay))
-    q_k, k_k = _decayed_products((q, k), k, log_decay)
+    from_start = jnp.exp(sums_to(log_decay))
+    to_end = jnp.exp(sums_after(log_decay))
+    q_k, k_k = decayed_products((q, k), k, log_decay)
     known = _dot("rhik,rhvk->rhiv", k * from_start, state_vk)
-    written = _solve_unit_lower(beta * k_k, beta * (v - known))
+    written = solve_unit_lower(beta * k_k, beta * (v - known))
     out = _dot("rhik,rhvk->rhiv", q * from_start, state_vk)
     out = out + _dot("rhij,rhjv->rhiv", q_k, written)
     state_vk = state_vk * from_start[:, :, -1:, :]

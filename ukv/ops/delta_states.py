@@ -97,7 +97,7 @@ def require_case(
     resolve(op, implementation, case)
 
 
-def _activate(
+def activate(
     tokens: DeltaTokens, log_decay_of: LogDecayOf
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Return q, k, v, log_decay and beta as the recurrence takes them."""
@@ -118,7 +118,7 @@ def decode_states(
     query_len = tokens.v.shape[1]
     lens = jnp.where(present_rows(view, slots), jnp.int32(query_len), 0)
     states = read_states(buffers, view, slots)
-    activated = _activate(tokens, log_decay_of)
+    activated = activate(tokens, log_decay_of)
     out, states = recurrent_delta_rule(*activated, states, lens)
     return write_states(buffers, view, slots, states), out.astype(tokens.v.dtype)
 
@@ -159,7 +159,7 @@ def prefill_states(
         unpacked = jax.tree.map(
             lambda x: x.at[at].get(mode="fill", fill_value=0), tokens
         )
-        activated = _activate(unpacked, log_decay_of)
+        activated = activate(unpacked, log_decay_of)
         chunk_out, states = delta_rule_chunk(*activated, states, is_token)
         out = out.at[at].set(chunk_out.astype(out.dtype), mode="drop")
         if checkpoints is not None:

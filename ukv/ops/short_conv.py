@@ -78,7 +78,9 @@ def _require_case(
     resolve(op, implementation, case)
 
 
-def _combine(taps: list[Array], conv: ShortConv) -> Float32[Array, "*batch channels"]:
+def combine_taps(
+    taps: list[Array], conv: ShortConv
+) -> Float32[Array, "*batch channels"]:
     """Return the result from the inputs of each tap, ``[*batch, channels]`` each."""
     leading = tuple(range(taps[0].ndim - 1))
     total = jnp.zeros(taps[0].shape, jnp.float32)
@@ -127,7 +129,7 @@ def short_conv_decode(
     inputs = jnp.concatenate([window, x.astype(jnp.float32)], axis=1)
     taps = [inputs[:, j : j + query_len] for j in range(num_taps)]
     is_present = present_rows(view, slots)[:, None, None]
-    out = jnp.where(is_present, _combine(taps, conv), 0.0).astype(x.dtype)
+    out = jnp.where(is_present, combine_taps(taps, conv), 0.0).astype(x.dtype)
     return write_states(buffers, view, slots, inputs[:, query_len:]), out
 
 
@@ -180,7 +182,7 @@ def short_conv_prefill(
     place = token - starts[row]
     taps = [input_at(row, place - num_past + j) for j in range(num_past + 1)]
     is_token = place < lens[row]
-    out = jnp.where(is_token[:, None], _combine(taps, conv), 0.0).astype(x.dtype)
+    out = jnp.where(is_token[:, None], combine_taps(taps, conv), 0.0).astype(x.dtype)
 
     def windows_after(num_new: Int32[Array, "rows n"]) -> Array:
         past = jnp.arange(-num_past, 0, dtype=jnp.int32)
