@@ -21,7 +21,7 @@ def _first_seen(kv_lens, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def _chunk_len(
+def chunk_length(
     num_seen,
     BLOCK_KV: tl.constexpr,
     EVEN_CHUNKS: tl.constexpr,
@@ -29,6 +29,7 @@ def _chunk_len(
     LEAST_CHUNK: tl.constexpr,
     MOST_CHUNK: tl.constexpr,
 ):
+    """Returns the keys of a chunk of a row of which `num_seen` keys are seen."""
     most = tl.maximum(tl.cdiv(num_seen, MAX_CHUNKS), MOST_CHUNK)
     length = tl.minimum(tl.cdiv(num_seen, EVEN_CHUNKS), most)
     length = tl.maximum(length, LEAST_CHUNK)
@@ -284,7 +285,7 @@ def chunks_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(kv_lens_ptr + rows, mask=rows < NUM_ROWS, other=0)
     seen = lens - _first_seen(lens, QUERY_LEN, WINDOW)
-    chunk_lens = _chunk_len(
+    chunk_lens = chunk_length(
         seen, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
     )
     counts = tl.where(rows < NUM_ROWS, tl.maximum(tl.cdiv(seen, chunk_lens), 1), 0)
@@ -299,7 +300,7 @@ def chunks_kernel(
         chunk = work - tl.sum(tl.where(rows < row, counts, 0), 0)
         kv_len = tl.sum(tl.where(rows == row, lens, 0), 0)
         first = _first_seen(kv_len, QUERY_LEN, WINDOW)
-        chunk_len = _chunk_len(
+        chunk_len = chunk_length(
             kv_len - first, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
         )
         start = first + chunk * chunk_len
@@ -354,7 +355,7 @@ def merge_kernel(
     first_part = q_row + row * (PART_CHUNKS - 1) * ROW
     kv_len = tl.load(kv_lens_ptr + row)
     seen = kv_len - _first_seen(kv_len, QUERY_LEN, WINDOW)
-    chunk_len = _chunk_len(
+    chunk_len = chunk_length(
         seen, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
     )
     count = tl.maximum(tl.cdiv(seen, chunk_len), 1)

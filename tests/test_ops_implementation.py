@@ -100,8 +100,11 @@ def test_no_implementation_at_all_is_refused():
 
 def test_one_that_does_not_exist_is_refused():
     with pytest.raises(
-        UnsupportedError, match="mla_decode: implementation 'triton' does not exist"
+        UnsupportedError, match="short_conv_decode: implementation 'triton' does not"
     ):
         resolve(
-            "mla_decode", "triton", CASE, target=Target(platform="tpu", capability=0)
+            "short_conv_decode",
+            "triton",
+            CASE,
+            target=Target(platform="tpu", capability=0),
         )

@@ -117,6 +117,8 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
 _GQA = (
     Support(
         implementation="triton",
@@ -130,7 +132,7 @@ _GQA = (
         implementation="triton",
         platforms=("gpu",),
         min_capability=89,
-        storage_dtypes=("float8_e4m3fn", "float8_e5m2"),
+        storage_dtypes=_FLOAT8,
         compute_dtypes=QUERY_DTYPES,
         max_width=256,
     ),
@@ -177,6 +179,23 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
             storage_dtypes=("bfloat16",),
             compute_dtypes=("bfloat16",),
             widths=((576, 512),),
+        ),
+        # What a program holds of queries and keys takes all of its shared memory.
+        Support(
+            implementation="triton",
+            platforms=("gpu",),
+            min_capability=90,
+            storage_dtypes=("bfloat16", "float16", *_FLOAT8),
+            compute_dtypes=("bfloat16", "float16"),
+            max_width=576,
+        ),
+        Support(
+            implementation="triton",
+            platforms=("gpu",),
+            min_capability=90,
+            storage_dtypes=(*QUERY_DTYPES, *_FLOAT8),
+            compute_dtypes=QUERY_DTYPES,
+            max_width=256,
         ),
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),

@@ -24,6 +24,7 @@ from pallas_kernels.mla_decode.config import (
 from pallas_kernels.mla_decode.merge import merge
 from pallas_kernels.mla_decode.pages import piece_size
 from pallas_kernels.mla_decode.plan import plan_work
+from pallas_kernels.tuning import tuned_config
 
 
 def mla_decode(
@@ -59,7 +60,8 @@ def mla_decode(
         page_size: Tokens per page: 16, 32, 64 or 128.
         block_offset: The layer's constant, in blocks.
         softmax_scale: Factor of ``q . k``, positive.
-        config: Tuning; the default suits an H200.
+        config: Tuning; None takes what was measured for the card, or else what suits
+            an H200.
         interpret: Simulate the kernels on the CPU, for tests.
 
     Returns:
@@ -69,8 +71,8 @@ def mla_decode(
     Raises:
         ValueError: Sizes or dtypes that the kernels do not have.
     """
-    config = MlaDecodeConfig() if config is None else config
-    if q.dtype != jnp.bfloat16 or q.shape[-1] != ROW_DIM:
+    num_rows, query_len, num_heads, row_dim = q.shape
+    if q.dtype != jnp.bfloat16 or row_dim != ROW_DIM:
         raise ValueError(f"q must be bfloat16[..., {ROW_DIM}], not {q.dtype}{q.shape}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"{page_size=} must be one of {PAGE_SIZES}")
@@ -80,6 +82,16 @@ def mla_decode(
         raise ValueError(f"{softmax_scale=} must be positive")
     if q.size == 0:
         return q[..., :LATENT_DIM], jnp.zeros(q.shape[:3], jnp.float32)
+    if config is None:
+        key = {
+            "heads": num_heads,
+            "head_dim": row_dim,
+            "query": query_len,
+            "page_size": page_size,
+            "dtype": q.dtype.name,
+        }
+        tuned = tuned_config("mla_decode", "mosaic_gpu", key=key, batch=num_rows)
+        config = MlaDecodeConfig(**(tuned or {}))
     return _mla_decode(
         q,
         buffer,

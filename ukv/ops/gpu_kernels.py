@@ -1,6 +1,7 @@
 """From views of the pool to what the kernels take: arrays and plain numbers."""
 
 import importlib
+import math
 import types
 
 from pallas_kernels.paged_rows import PagedPart
@@ -17,12 +18,12 @@ def triton_kernels(module: str) -> types.ModuleType:
 
 
 def paged_part(view: PartView) -> PagedPart:
-    """Return where the heads ``[num_heads, width]`` of one part of one layer lie."""
-    num_heads, width = view.shape
+    """Return where one part of one layer lies: heads, or one row for all of them."""
+    *heads, width = view.shape
     row_elements = view.row_bytes // view.dtype.itemsize
     return PagedPart(
         dtype=view.dtype,
-        num_heads=num_heads,
+        num_heads=math.prod(heads),
         width=width,
         page_size=view.page_size,
         block=view.block_offset,

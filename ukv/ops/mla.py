@@ -23,6 +23,7 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
+from ukv.ops.gpu_kernels import paged_part, triton_kernels
 from ukv.ops.online_softmax import (
     BlockShape,
     ReadBlock,
@@ -76,15 +77,21 @@ def mla_decode(
       UnsupportedError: ``implementation`` cannot do this.
     """
     chosen = resolve("mla_decode", implementation, _case(q, view, latent_dim))
-    if chosen == "mosaic_gpu":
+    if chosen != "xla":
         _require_widths(q, view, latent_dim)
-        return mosaic_mla.mla_decode(
-            q,
-            buffers[view.buffer_index],
-            table_of(table, (view,), num_rows=kv_lens.shape[0]),
-            kv_lens,
-            page_size=view.page_size,
-            block_offset=view.block_offset,
+        table_ids = table_of(table, (view,), num_rows=kv_lens.shape[0])
+        operands = q, buffers[view.buffer_index], table_ids, kv_lens
+        if chosen == "mosaic_gpu":
+            return mosaic_mla.mla_decode(
+                *operands,
+                page_size=view.page_size,
+                block_offset=view.block_offset,
+                softmax_scale=softmax_scale,
+            )
+        return triton_kernels("mla_decode_triton").mla_decode(
+            *operands,
+            part=paged_part(view),
+            latent_dim=latent_dim,
             softmax_scale=softmax_scale,
         )
     shape, read_block = _absorbed_reader(
