@@ -65,12 +65,12 @@ def parse_arguments() -> argparse.Namespace:
         "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="checkpoint"
     )
     add("--seed", int, 0, "of parameters and of training rows")
-    add("--steps", int, 3000, f"steps, rounded up to a multiple of {STEPS_PER_CALL}")
+    add("--steps", int, 1220, f"steps, rounded up to a multiple of {STEPS_PER_CALL}")
     add("--batch-rows", int, 128, f"rows of {ROW_TOKENS} tokens in a step")
-    add("--rate", float, 3e-3, "peak learning rate")
+    add("--rate", float, 2.5e-3, "peak learning rate")
     add("--layers", int, 8, "layers, a multiple of 4")
     add("--hidden", int, 192, "width of the residual stream")
-    add("--problems", int, 512, "held-out problems at the end")
+    add("--problems", int, 256, "held-out problems at the end")
     add("--processes", int, 8, "processes that make rows")
     parser.add_argument(
         "--dtype",
