@@ -312,7 +312,8 @@ def gqa_extend(
     group = num_q_heads // k.num_heads
     places = addresses(k, v)
     if config is None:
-        config = default_config(places["BLOCK_D"], places["BLOCK_E"], q.dtype)
+        widest = max(places["BLOCK_D"], places["BLOCK_E"])
+        config = default_config(widest, window, q.dtype)
     if softmax_scale < 0:
         # The kernel takes the maximum before it scales.
         q, softmax_scale = -q, -softmax_scale
@@ -357,14 +358,16 @@ def gqa_extend(
 
 
 def default_config(
-    key_block: int, value_block: int, dtype: typing.Any
+    widest: int, window: int | None, dtype: typing.Any
 ) -> GqaExtendTritonConfig:
     """Returns a tile that fits the registers and the shared memory of a Hopper card."""
-    widest = max(key_block, value_block)
     if jnp.dtype(dtype).itemsize == 4:
         return GqaExtendTritonConfig(
             block_m=32, block_kv=32 if widest <= 128 else 16, num_warps=4, num_stages=2
         )
     if widest > 128:
-        return GqaExtendTritonConfig(block_kv=32 if widest > 256 else 64, num_stages=2)
+        return GqaExtendTritonConfig(block_kv=32, num_stages=3 if widest <= 256 else 2)
+    if window is not None and window < 512:
+        # The larger the tile, the more of its blocks are cut by a window's ends.
+        return GqaExtendTritonConfig(block_m=64, block_kv=32, num_warps=4)
     return GqaExtendTritonConfig()
