@@ -1,4 +1,4 @@
-"""Draws what an engine did: memory by kind, batch size, retractions, over its steps.
+"""Draws what an engine did: memory, batch size, prefix hits, retractions, by step.
 
     python scripts/plot_trace.py trace.jsonl
     python scripts/plot_trace.py trace.jsonl --png run.png --by-time
@@ -52,6 +52,11 @@ def read_trace(path: pathlib.Path) -> list[dict[str, Any]]:
     return steps
 
 
+def hit_rate(step: dict[str, Any]) -> float:
+    """Return which part of the tokens of requests was cached, up to a step."""
+    return step["prefix_hit_tokens"] / max(step["prefix_lookup_tokens"], 1)
+
+
 def draw(steps: list[dict[str, Any]], *, by_time: bool) -> Figure:
     """Return the plot of a trace.
 
@@ -60,18 +65,27 @@ def draw(steps: list[dict[str, Any]], *, by_time: bool) -> Figure:
       by_time: Whether the axis is seconds.
     """
     x = [step["seconds"] if by_time else step["num_steps"] for step in steps]
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    memory, batch, events = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    memory, batch, hits, events = figure.subplots(
+        4, 1, sharex=True, height_ratios=(3, 2, 1, 1)
+    )
     kinds = list(steps[0]["used_bytes"])
     used = [[step["used_bytes"][kind] / MIB for step in steps] for kind in kinds]
     memory.stackplot(x, used, labels=kinds, step="post")
     memory.axhline(steps[0]["pool_bytes"] / MIB, color="black", linewidth=1)
+    cached = [sum(step["cached_bytes"].values()) / MIB for step in steps]
+    memory.step(x, cached, label="cached only", where="post", color="black", ls=":")
     memory.set_ylabel("MiB in use")
     memory.legend(loc="upper left")
     for name, label in (("rows", "in the step"), ("num_waiting", "waiting")):
         batch.step(x, [step[name] for step in steps], label=label, where="post")
     batch.set_ylabel("requests")
     batch.legend(loc="upper left")
+    rates = [hit_rate(step) for step in steps]
+    hits.step(x, rates, label="tokens found in the cache", where="post")
+    hits.set_ylim(0, 1)
+    hits.set_ylabel("hit rate")
+    hits.legend(loc="upper left")
     for name, label in (("num_retractions", "retractions"), ("num_moves", "moves")):
         events.step(x, [step[name] for step in steps], label=label, where="post")
     events.set_ylabel("so far")
@@ -95,6 +109,7 @@ def main() -> int:
     print(
         f"{last['num_steps']} steps, {last['seconds']:.1f} s, "
         f"at most {fullest / last['pool_bytes']:.0%} of the pool in use, "
+        f"{hit_rate(last):.0%} of the tokens found in the prefix cache, "
         f"{last['num_retractions']} retractions, {last['num_moves']} moves: {path}"
     )
     return 0

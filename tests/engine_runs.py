@@ -26,7 +26,7 @@ CONFIG = EngineConfig(
 TIGHT_BYTES = {
     "llama": 230_000,
     "kimi_linear": 220_000,
-    "gemma3": 520_000,
+    "gemma3": 490_000,
     "hybrid": 200_000,
 }
 STATIC_PAGES = {

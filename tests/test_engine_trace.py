@@ -28,9 +28,9 @@ def test_a_traced_run_can_be_drawn(tmp_path):
         trace_path=path,
     )
     run_all(run, prompts("llama"), all_greedy(), check=False)
+    stats = run.stats()
     run.close()
     steps = [json.loads(line) for line in path.read_text().splitlines()]
-    stats = run.stats()
     assert [step["num_steps"] for step in steps] == [*range(1, stats.num_steps + 1)]
     assert steps[-1]["num_retractions"] == stats.num_retractions > 0
     assert all(0 < step["used_bytes"]["full"] <= stats.pool_bytes for step in steps)
@@ -45,6 +45,8 @@ def test_a_traced_run_can_be_drawn(tmp_path):
         check=True,
     )
     assert f"{stats.num_steps} steps" in done.stdout
+    assert steps[-1]["prefix_hit_tokens"] == stats.prefix_hit_tokens > 0
+    assert f"{stats.prefix_hit_rate:.0%} of the tokens found" in done.stdout
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from ukv.allocator import PoolMirror, describe_error, verify
 from ukv.engine.config import EngineConfig
 from ukv.engine.device import Device
+from ukv.engine.holders import require_holders
 from ukv.engine.layout import engine_layout
 from ukv.engine.ledger import Ledger
 from ukv.engine.model import Model
@@ -271,7 +272,7 @@ class Engine:
         self._device.run(StepPlan(actions=holdings.take_actions()), None)
 
     def verify(self) -> None:
-        """Check every invariant of the pool, and that the host counts as it does.
+        """Check every invariant of the pool, and that host and holders count alike.
 
         Waits for the device: for tests and for debugging.
 
@@ -285,6 +286,10 @@ class Engine:
             raise PoolStateError(
                 f"the device counts {found.counters}, the host {expected.counters}"
             )
+        scheduler = self.scheduler
+        require_holders(
+            self._device.state, scheduler.with_rows, scheduler.holdings.cache
+        )
 
     def close(self) -> None:
         """Close the trace, if there is one."""

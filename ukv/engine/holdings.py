@@ -7,6 +7,7 @@ computed can be matched as soon as the step that writes it was dispatched.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterable, Mapping
 
 from ukv.engine.ledger import Ledger, Pages, add_pages
@@ -74,10 +75,7 @@ class Holdings:
             return True
         if self.cache is None:
             return False
-        mirror = self.ledger.mirror
-        dropped = self.cache.evict(
-            lambda freed: mirror.release(freed).can_allocate(needs)
-        )
+        dropped = self.cache.evict(ft.partial(self.ledger.would_serve, needs))
         if dropped is None:
             return False
         self._drop(dropped)

@@ -147,6 +147,22 @@ class Ledger:
         """Return whether ``needs`` by owner can be allocated now, moving if need be."""
         return self.mirror.can_allocate(needs)
 
+    def would_serve(self, needs: Mapping[str, int], freed: Mapping[str, int]) -> bool:
+        """Return whether ``needs`` by owner fit once ``freed`` by sub-pool are free.
+
+        Eviction asks this for every page, so what cannot fit is told by bytes alone.
+        """
+        missing = -self.mirror.free_bytes() - self.bytes_of(freed)
+        for name, count in needs.items():
+            for sub in self.layout.members(self.layout.owner(name)):
+                missing += count * sub.page_bytes
+                gone = freed.get(sub.name, 0)
+                if self.mirror.live(sub.name) - gone + count > sub.num_pages:
+                    return False
+        if missing > 0:
+            return False
+        return self.mirror.release(freed).can_allocate(needs)
+
     def release(
         self,
         context_len: int,

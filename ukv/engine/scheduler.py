@@ -57,6 +57,11 @@ class Scheduler:
         return self.holdings.ledger
 
     @property
+    def with_rows(self) -> list[Sequence]:
+        """Those who hold pages."""
+        return [*self.running, *self._leaving]
+
+    @property
     def is_idle(self) -> bool:
         """Whether nobody runs or waits, and no pages are to be given back."""
         return not (self.waiting or self.running or self._leaving)
