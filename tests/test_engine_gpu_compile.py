@@ -16,8 +16,9 @@ from tests.gpu_compile import (
     requires_h200_compiler,
 )
 from ukv.engine import Programs, engine_layout
-from ukv.engine.actions import MAX_RELEASES
+from ukv.engine.actions import MAX_CHECKPOINTS, MAX_NAMES, MAX_RELEASES
 from ukv.engine.device_state import create_device_state
+from ukv.engine.prefix_programs import checkpoint, drop, keep, reuse
 from ukv.engine.row_programs import ADMIT_COLUMNS, admit, move_pages, release
 from ukv.engine.step import pack_chunks
 from ukv.translator import make_static_tables
@@ -69,15 +70,24 @@ def test_a_step_is_in_place(decode_steps):
 
 
 @requires_h200_compiler
-@pytest.mark.parametrize("program", [admit, release, move_pages])
-def test_programs_between_steps_are_in_place(program):
-    model = read_model(GOLDENS / FAMILY)
+@pytest.mark.parametrize("family", [FAMILY, "kimi_linear"])
+@pytest.mark.parametrize(
+    "program", [admit, checkpoint, drop, keep, move_pages, release, reuse]
+)
+def test_programs_between_steps_are_in_place(program, family):
+    model = read_model(GOLDENS / family)
     layout = engine_layout(model, pool_bytes=POOL_BYTES, config=CONFIG)
+    if program is checkpoint and all(owner.spec.grows for owner in layout.owners):
+        pytest.skip("there is no state to copy")
     state = shapes_of(lambda: create_device_state(CONFIG, layout))
     packed = {
         admit: int32(CONFIG.max_rows, state.params.shape[1] + ADMIT_COLUMNS),
-        release: int32(MAX_RELEASES, 2),
+        checkpoint: int32(MAX_CHECKPOINTS, 2),
+        drop: int32(len(layout.sub_pools), MAX_NAMES),
+        keep: int32(MAX_NAMES, 3),
         move_pages: int32(len(layout.owners)),
+        release: int32(MAX_RELEASES, 2),
+        reuse: int32(MAX_NAMES, 3),
     }[program]
     compiled = compile_for_h200(program, state, packed, donate_argnums=0)
     require_in_place(compiled, state)
