@@ -11,7 +11,9 @@ import pytest
 from pallas_kernels.mla_decode import MlaDecodeConfig, mla_decode, plan
 from pallas_kernels.mla_decode.pages import tile_pieces
 from pallas_kernels.mla_decode.plan import TILE, Part
+from pallas_kernels.paged_rows import PagedPart
 from tests.attention_cases import (
+    DTYPES,
     Mla,
     absorbed_oracle,
     assert_result,
@@ -24,6 +26,8 @@ from tests.gpu_compile import (
     pool_sized_copies,
     requires_h200_compiler,
 )
+from tests.oracles import attention as oracles
+from ukv.ops.gpu_kernels import triton_kernels
 
 KIMI = ft.partial(
     Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16", placement="high"
@@ -281,7 +285,7 @@ ON_CARD = {
     "P128-H20": KIMI(rows=((1, 3000), (1, 129)), heads=20, page_size=128),
     "P64-H64": KIMI(rows=((1, 3000), (1, 129), (1, 0)), heads=64, page_size=64),
     "P64-H128": KIMI(rows=((1, 3000), (1, 65), (1, 64)), heads=128, page_size=64),
-    "P32-H128-Q4": KIMI(rows=((4, 900), (4, 2), (4, 0)), heads=128, page_size=32),
+    "P32-H128-Q4": KIMI(rows=((4, 900), (4, 3), (4, 0)), heads=128, page_size=32),
     "P64-H96": KIMI(rows=((1, 700), (1, 3)), heads=96, page_size=64),
     "P128-static": KIMI(
         rows=((1, 700), (1, 3)), heads=32, page_size=128, placement="static"
@@ -304,3 +308,106 @@ def test_on_a_card(case):
         result, run_mla_decode(case, moved, implementation="mosaic_gpu"), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+BLOCKS = {16: 1 << 12, 64: 1 << 10}
+
+
+def run_on_card(implementation, q, buffer, table, kv_lens, *, page_size, block_offset):
+    operands = q, buffer, table, kv_lens
+    if implementation == "mosaic_gpu":
+        place = {"page_size": page_size, "block_offset": block_offset}
+        return mla_decode(*operands, **place, softmax_scale=0.1)
+    part = PagedPart(
+        dtype=DTYPES["bf16"],
+        num_heads=1,
+        width=WIDTH,
+        page_size=page_size,
+        block=block_offset,
+        row_elements=WIDTH,
+        entry_elements=WIDTH,
+    )
+    kernels = triton_kernels("mla_decode_triton")
+    return kernels.mla_decode(*operands, part=part, latent_dim=512, softmax_scale=0.1)
+
+
+def assert_rows(result, q, rows, kv_lens):
+    """Compare a batch with the oracle; `rows` are the tokens of each row."""
+    outs, lses = [], []
+    for queries, tokens, kv_len in zip(q, rows, kv_lens, strict=True):
+        out, lse = oracles.mla_latent_attention(
+            queries,
+            tokens,
+            latent_dim=512,
+            context_len=int(kv_len) - len(queries),
+            softmax_scale=0.1,
+            causal=True,
+        )
+        outs.append(out)
+        lses.append(lse)
+    case = KIMI(rows=((1, int(kv_lens.max()) + 1),))
+    assert_result(
+        case, flat(result), (np.concatenate(outs), np.concatenate(lses)), width=WIDTH
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize(("query_len", "heads"), [(1, 32), (3, 16), (1, 128)])
+@pytest.mark.parametrize("page_size", BLOCKS)
+def test_random_batches_on_a_card(implementation, query_len, heads, page_size):
+    rng = np.random.default_rng(page_size + heads)
+    num_rows, num_batches, max_pages = 10, 17, 1024 // page_size
+    values = rng.standard_normal((BLOCKS[page_size] * page_size, WIDTH))
+    values = values.astype(DTYPES["bf16"])
+    buffer = jnp.asarray(values.view(np.uint32))
+    run = jax.jit(
+        ft.partial(run_on_card, implementation, page_size=page_size, block_offset=2)
+    )
+    for _ in range(num_batches):
+        kv_lens = rng.integers(0, 1000, num_rows) * rng.integers(0, 2, num_rows)
+        kv_lens[0] = rng.integers(1, 1024)
+        # Rows may share pages, as prefixes do, and a row may hold one page often.
+        table = rng.integers(0, BLOCKS[page_size] - 2, (num_rows, max_pages))
+        table[1] = table[1, 0]
+        tokens = (table + 2)[:, :, None] * page_size + np.arange(page_size)
+        tokens = tokens.reshape(num_rows, -1)
+        rows = [values[ids[:n]] for ids, n in zip(tokens, kv_lens, strict=True)]
+        q = rng.standard_normal((num_rows, query_len, heads, WIDTH))
+        q = q.astype(DTYPES["bf16"])
+        result = run(
+            jnp.asarray(q),
+            buffer,
+            jnp.asarray(table, jnp.int32),
+            jnp.asarray(kv_lens, jnp.int32),
+        )
+        assert_rows(result, q, rows, kv_lens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_far_pages_on_a_card(implementation):
+    # 9.7 GB: 4.8e9 elements of bfloat16, with NaN in all that is not written.
+    num_rows, page_size, kv_len = 1 << 23, 64, 130
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal((1, kv_len, WIDTH)).astype(DTYPES["bf16"])
+    blocks = num_rows // page_size - 1 - np.asarray([[0, 5, 3]])
+    places = (blocks[0][:, None] * page_size + np.arange(page_size)).reshape(-1)
+    write = jax.jit(lambda pool, at, words: pool.at[at].set(words), donate_argnums=0)
+    buffer = write(
+        jnp.full((num_rows, WIDTH // 2), 0xFFFFFFFF, jnp.uint32),
+        jnp.asarray(places[:kv_len], jnp.int32),
+        jnp.asarray(values[0].view(np.uint32)),
+    )
+    q = rng.standard_normal((1, 1, 32, WIDTH)).astype(DTYPES["bf16"])
+    kv_lens = np.asarray([kv_len])
+    result = run_on_card(
+        implementation,
+        jnp.asarray(q),
+        buffer,
+        jnp.asarray(blocks - 7, jnp.int32),
+        jnp.asarray(kv_lens, jnp.int32),
+        page_size=page_size,
+        block_offset=7,
+    )
+    assert_rows(result, q, values, kv_lens)

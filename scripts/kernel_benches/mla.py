@@ -24,7 +24,7 @@ from ukv.spec import MLASpec
 CHECKED_ROWS = 4
 """Rows that are compared with a float64 reference."""
 
-TOUCHED_BYTES = 4 << 30
+TOUCHED_BYTES = 2 << 30
 """What a step reads at full size, about: layers are added until it does."""
 
 
@@ -217,7 +217,7 @@ def _configs(shape: Shape):
 def _case(*, small: bool = False, num_layers: int | None = None, **numbers):
     shape = Shape(**numbers)
     if num_layers is None:
-        num_layers = max(4, min(60, TOUCHED_BYTES // shape.read_bytes))
+        num_layers = max(2, min(60, TOUCHED_BYTES // shape.read_bytes))
     tokens = shape.batch * shape.query
     positions = np.arange(shape.context - shape.query, shape.context) + 1
     itemsize = shape.query_dtype.itemsize
