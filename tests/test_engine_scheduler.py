@@ -96,7 +96,9 @@ class Loop:
 @pytest.mark.parametrize("is_unified", [True, False])
 @pytest.mark.parametrize("decode_steps", [1, 5])
 @pytest.mark.parametrize("seed", range(2))
-def test_everyone_ends_and_the_pool_is_empty(kind, is_unified, decode_steps, seed):
+def test_scenarios_b40_b44_everyone_ends_and_the_pool_is_empty(
+    kind, is_unified, decode_steps, seed
+):
     rng = random.Random(seed)
     config = EngineConfig(
         page_size=PAGE_SIZE,
@@ -166,7 +168,7 @@ def test_the_last_in_rank_gives_its_pages_and_keeps_its_tokens():
     assert last.num_retractions <= 2
 
 
-def test_a_waiting_request_is_tried_again_when_pages_come_back():
+def test_scenario_b46_who_waits_is_tried_again_when_pages_come_back():
     scheduler = make_scheduler("kda_mla")
     scheduler.add(request("a", 60, 4), 0)
     late = scheduler.add(request("b", 60, 4), 0)
@@ -178,7 +180,7 @@ def test_a_waiting_request_is_tried_again_when_pages_come_back():
     assert loop.order == ["a", "b"]
 
 
-def test_a_window_is_charged_and_not_the_sequence():
+def test_scenario_08_a_window_is_charged_and_not_the_sequence():
     # 16 window pages of 4 tokens do not hold a sequence of 64 and a chunk beside it.
     scheduler = make_scheduler("window")
     held = scheduler.ledger.most_held(64, 24)
@@ -196,7 +198,7 @@ def test_a_window_is_charged_and_not_the_sequence():
     assert loop.most_bytes < whole
 
 
-def test_a_prompt_holds_a_window_and_a_chunk():
+def test_scenario_31_a_prompt_holds_a_window_and_a_chunk():
     # Window 1000, chunks of 2000, pages of one token: 999 + 2000 halves at most.
     specs = [
         AttentionSpec(
@@ -224,7 +226,7 @@ def test_a_prompt_holds_a_window_and_a_chunk():
     assert ledger.mirror.bytes_in_use() == 0
 
 
-def test_free_rows_and_slots_admit_nobody_without_bytes():
+def test_scenario_02_free_rows_and_slots_admit_nobody_without_bytes():
     scheduler = make_scheduler("kda_mla")
     scheduler.add(request("a", 60, 4), 0)
     scheduler.add(request("b", 40, 4), 0)
@@ -254,7 +256,7 @@ def test_prompts_go_on_beside_decoding_rows():
     assert loop.step().is_decode
 
 
-def test_a_request_that_can_never_run_is_refused_and_leaves_nothing():
+def test_scenarios_b43_b57_who_can_never_run_is_refused_and_leaves_nothing():
     pages = PAGES["window"] | {"full": 15}
     layout = static_layout(SPECS["window"], num_pages=pages)
     scheduler = Scheduler(CONFIG, Ledger(layout))

@@ -14,11 +14,13 @@ import pytest
 from scripts.engine_checks.engines import CONFIG, make_engine
 from scripts.engine_checks.models import HYBRID
 from tests.pools import POISON, kda_mla_specs
-from tests.test_engine_scheduler import Loop, make_scheduler, request
+from tests.test_engine_scheduler import CONFIG as SCHEDULER_CONFIG
+from tests.test_engine_scheduler import PAGES, SPECS, Loop, make_scheduler, request
 from ukv.allocator import compact
-from ukv.engine import EngineConfig, FinishReason, SamplingParams
+from ukv.engine import EngineConfig, FinishReason, Request, SamplingParams
 from ukv.engine import row_programs as row_programs_module
 from ukv.engine.ledger import Ledger
+from ukv.engine.prefix_spec import PrefixSpec
 from ukv.engine.scheduler import Scheduler
 from ukv.layout import packed_bytes, static_layout, unified_layout
 from ukv.pool import write_entries
@@ -97,6 +99,30 @@ def test_scenarios_b34_b47_the_first_in_rank_advances_in_every_step(kind, is_uni
     assert len(loop.order) == 40
     assert scheduler.num_retractions > 0
     assert scheduler.ledger.mirror.bytes_in_use() == 0
+
+
+@pytest.mark.parametrize("kind", ["kda_mla", "window"])
+def test_scenario_70_prompts_that_share_nothing_pay_at_most_one_step_each(kind):
+    # Room for all rows: what the cache costs is steps, not bytes.
+    specs, pages = SPECS[kind], PAGES[kind]
+    roomy = {name: 5 * count for name, count in pages.items()}
+    layout = unified_layout(specs, pool_bytes=packed_bytes(specs, roomy))
+    num_steps = {}
+    for spec in (None, PrefixSpec.of(layout)):
+        rng = random.Random(5)
+        scheduler = Scheduler(SCHEDULER_CONFIG, Ledger(layout, spec))
+        for name in range(30):
+            prompt = tuple(rng.randrange(1000) for _ in range(rng.randint(1, 40)))
+            params = SamplingParams(max_new_tokens=rng.randint(1, 24))
+            scheduler.add(
+                Request(request_id=str(name), prompt=prompt, params=params), 0
+            )
+        loop = Loop(scheduler)
+        loop.run()
+        assert sorted(map(int, loop.order)) == [*range(30)]
+        num_steps[spec is not None] = loop.num_steps
+    # That step ends a chunk where the states of the prompt are kept.
+    assert num_steps[True] <= num_steps[False] + 30
 
 
 # ---------------------------------------------------------------------------
