@@ -12,6 +12,9 @@ from tests.engine_runs import (
     loaded,
     require_empty,
 )
+from tests.tagged_pools import state_spec
+from ukv.engine import Engine
+from ukv.errors import SpecError
 
 COLD = dataclasses.replace(CONFIG, prefix_cache=False)
 FAMILIES = ["llama", "kimi_linear", "gemma3", "hybrid"]
@@ -26,6 +29,25 @@ def drawn(run, prompt, num_new=8, **fields):
     run.verify()
     tokens = [token for output in outputs for token in output.new_tokens]
     return tokens, [x for output in outputs for x in output.new_logprobs]
+
+
+@dataclasses.dataclass(frozen=True)
+class StatesOnly:
+    """A model whose memory does not grow."""
+
+    vocab_size: int = 8
+
+    def pool_specs(self, *, page_size, dtype):
+        return (state_spec(),)
+
+    def forward(self, weights, inputs, pool):
+        raise NotImplementedError
+
+
+def test_a_pool_without_prefixes_is_refused_with_what_to_do():
+    with pytest.raises(SpecError, match="no prefix to keep: set prefix_cache=False"):
+        Engine(StatesOnly(), {}, pool_bytes=10**6, config=CONFIG)
+    Engine(StatesOnly(), {}, pool_bytes=10**6, config=COLD)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
