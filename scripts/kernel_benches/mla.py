@@ -27,6 +27,9 @@ CHECKED_ROWS = 4
 TOUCHED_BYTES = 2 << 30
 """What a step reads at full size, about: layers are added until it does."""
 
+MIN_LAYERS, MAX_LAYERS = 7, 60
+"""Layers of a step, which share one plan; Kimi-Linear-48B has 7."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -217,7 +220,8 @@ def _configs(shape: Shape):
 def _case(*, small: bool = False, num_layers: int | None = None, **numbers):
     shape = Shape(**numbers)
     if num_layers is None:
-        num_layers = max(2, min(60, TOUCHED_BYTES // shape.read_bytes))
+        num_layers = TOUCHED_BYTES // shape.read_bytes
+        num_layers = min(max(num_layers, MIN_LAYERS), MAX_LAYERS)
     tokens = shape.batch * shape.query
     positions = np.arange(shape.context - shape.query, shape.context) + 1
     itemsize = shape.query_dtype.itemsize
