@@ -167,7 +167,19 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
         Support(implementation="triton", platforms=("gpu",), min_capability=80),
         Support(implementation="xla"),
     ),
-    "gqa_attention": _GQA,
+    "gqa_attention": (
+        Support(
+            implementation="mosaic_gpu",
+            platforms=("gpu",),
+            min_capability=90,
+            max_capability=90,
+            page_sizes=(16, 32, 64, 128),
+            storage_dtypes=("bfloat16",),
+            compute_dtypes=("bfloat16",),
+            widths=((64, 64), (128, 128)),
+        ),
+        *_GQA,
+    ),
     "gqa_decode": _GQA,
     "mla_decode": (
         Support(

@@ -15,6 +15,7 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
+from ukv.ops.extend_kernels import gqa_packed
 from ukv.ops.gpu_kernels import paged_part, triton_kernels
 from ukv.ops.online_softmax import (
     BlockShape,
@@ -88,6 +89,18 @@ def gqa_attention(
         )
     table_ids = _table_ids(q, k_view, v_view, table, num_rows)
     scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
+    if chosen == "mosaic_gpu":
+        return gqa_packed(
+            q,
+            buffers,
+            k_view,
+            v_view,
+            table_ids,
+            cu_query_lens=cu_query_lens,
+            kv_lens=kv_lens,
+            scoring=scoring,
+            sinks=sinks,
+        )
     if chosen == "triton":
         return triton_kernels("gqa_extend_triton").gqa_extend(
             q,

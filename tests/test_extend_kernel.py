@@ -1,0 +1,428 @@
+"""The extend kernels: their tiles, the simulator against float64, and a card."""
+
+import dataclasses
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.extend import (
+    ExtendConfig,
+    Problem,
+    Source,
+    make_plan,
+    schedule,
+)
+from pallas_kernels.extend.tiles import Tiles, cut_on_grid
+from tests.attention_cases import (
+    Gqa,
+    assert_result,
+    gqa_oracle,
+    make_gqa,
+    run_gqa,
+)
+from tests.gpu_compile import (
+    compile_for_h200,
+    pool_sized_copies,
+    requires_h200_compiler,
+)
+from ukv import ops
+from ukv.ids import KernelBlocks
+from ukv.layout import unified_layout
+from ukv.ops.extend_kernels import gqa_packed
+from ukv.ops.online_softmax import Scoring
+from ukv.pool import create_pool
+from ukv.spec import AttentionSpec
+
+BF16 = {"store": "bf16", "compute": "bf16"}
+MIXED = ((1, 1), (5, 37), (0, 0), (19, 19), (1, 48), (0, 20))
+
+# Tiles
+
+cut = jax.jit(cut_on_grid, static_argnames=("num_tokens", "block_q"))
+deal = jax.jit(schedule.deal, static_argnames=("num_groups", "num_ctas"))
+
+TILE_CASES = {
+    "example": ([5, 0, 3], [9, 0, 3], 10, 4),
+    "aligned": ([64, 128], [64, 500], 192, 64),
+    "ragged": ([1, 70, 0, 63, 2], [7, 70, 4, 100, 1], 150, 64),
+    "no-padding": ([3, 130], [3, 200], 133, 64),
+    "empty": ([0, 0], [3, 0], 70, 64),
+    "token-each": ([1] * 9, [4] * 9, 9, 64),
+}
+
+
+@pytest.mark.parametrize("case", TILE_CASES.values(), ids=TILE_CASES.keys())
+def test_every_token_is_in_one_tile(case):
+    query_lens, kv_lens, num_tokens, block_q = case
+    bounds = np.cumsum([0, *query_lens])
+    tiles, places = cut(
+        jnp.asarray(bounds, jnp.int32),
+        jnp.asarray(kv_lens, jnp.int32),
+        num_tokens=num_tokens,
+        block_q=block_q,
+    )
+    places = np.asarray(places)
+    seen = np.zeros(num_tokens, int)
+    for number, tile in enumerate(np.stack(tiles, axis=1).tolist()):
+        row, base, first, end, position, kv_len = tile
+        assert base % block_q == 0
+        assert 0 <= first <= end <= block_q
+        for place in range(first, end):
+            token = base + place
+            seen[token] += 1
+            assert places[token] == number * block_q + place
+            if token < bounds[-1]:
+                owner = np.searchsorted(bounds[1:], token, side="right")
+                context_len = kv_lens[owner] - query_lens[owner]
+                assert (row, kv_len) == (owner, kv_lens[owner])
+                assert position + place == context_len + token - bounds[owner]
+            else:
+                assert kv_len == 0
+                assert position + place < 0
+    assert (seen == 1).all()
+
+
+# Schedule
+
+
+@pytest.mark.parametrize("num_ctas", [1, 3, 16])
+@pytest.mark.parametrize("num_groups", [1, 4, 5])
+def test_every_piece_is_dealt_once(num_ctas, num_groups):
+    tiles, _ = cut(
+        jnp.asarray([0, 700, 700, 703, 900]),
+        jnp.asarray([700, 3, 1000, 197]),
+        num_tokens=960,
+        block_q=64,
+    )
+    cost = schedule.costs(tiles, block_kv=64, window=None)
+    pieces, counts = deal(tiles, cost, num_groups=num_groups, num_ctas=num_ctas)
+    found, loads = [], []
+    for mine, count in zip(np.asarray(pieces), np.asarray(counts), strict=True):
+        number, group = mine[:count, schedule.TILE], mine[:count, schedule.HEADS]
+        assert (np.diff(group) >= 0).all()
+        np.testing.assert_array_equal(
+            mine[:count, : len(tiles)], np.stack(tiles, axis=1)[number]
+        )
+        found += zip(number.tolist(), group.tolist(), strict=True)
+        loads.append(np.asarray(cost)[number].sum())
+    live = np.flatnonzero(np.asarray(cost)).tolist()
+    assert sorted(found) == [(n, g) for n in live for g in range(num_groups)]
+    assert max(loads) - min(loads) <= np.max(cost)
+
+
+def test_the_example_of_the_schedule():
+    cost = jnp.asarray([1, 2, 2, 7, 7, 8, 8, 9, 9], jnp.int32)
+    tiles = Tiles(*[jnp.zeros(9, jnp.int32)] * 6)
+    pieces, counts = deal(tiles, cost, num_groups=1, num_ctas=3)
+    dealt = np.asarray(cost)[np.asarray(pieces)[:, :, schedule.TILE]]
+    assert dealt.tolist() == [[9, 7, 2], [9, 7, 2], [8, 8, 1]]
+    assert counts.tolist() == [3, 3, 3]
+
+
+def test_costs_are_blocks_and_one():
+    tiles, _ = cut(
+        jnp.asarray([0, 64, 128]),
+        jnp.asarray([64, 1000]),
+        num_tokens=128,
+        block_q=64,
+    )
+    assert schedule.costs(tiles, block_kv=64, window=None).tolist() == [2, 17, 0, 0]
+    assert schedule.costs(tiles, block_kv=64, window=10).tolist() == [2, 3, 0, 0]
+
+
+# Sizes
+
+GQA = Problem(
+    num_q_heads=8,
+    num_kv_heads=2,
+    keys=(Source(0, 128, 1),),
+    value=Source(0, 128, 1),
+    page_size=16,
+    softmax_scale=0.1,
+    window=None,
+    soft_cap=None,
+    has_sinks=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_q_heads": 5}, "problem.num_q_heads=5 must be a multiple"),
+        ({"keys": (Source(0, 96, 1),)}, "multiples of 64 columns"),
+        ({"value": Source(0, 64, 1)}, "values of 64 must be as wide"),
+        ({"page_size": 4}, "page_size=4 must be a multiple of 8"),
+        ({"page_size": 48}, "page_size=48 must be a multiple of 8 and divide"),
+        ({"softmax_scale": -1.0}, "softmax_scale=-1.0 must be positive"),
+        ({"window": 0}, "window=0 must be 1 or more"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be positive"),
+    ],
+)
+def test_problems_that_the_kernel_cannot_do(changed, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(GQA._replace(**changed), ExtendConfig())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_kv": 96}, "block_kv=96 must be a multiple of 64"),
+        ({"stages": 1}, "stages=1 must be at least 2"),
+        ({"q_stages": 3}, "q_stages=3 must be 1 or 2"),
+        ({"num_ctas": 0}, "num_ctas=0 must be at least 1"),
+    ],
+)
+def test_configs_out_of_range(values, message):
+    with pytest.raises(ValueError, match=message):
+        ExtendConfig(**values)
+
+
+def test_a_config_that_does_not_fit():
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        make_plan(GQA, ExtendConfig(stages=4))
+
+
+# In the simulator
+
+CONFIG = ExtendConfig(num_ctas=2)
+SIMULATED = {
+    "D64-mixed": (Gqa(rows=MIXED, dims=(64, 64), **BF16), CONFIG),
+    "D128-P64-tiles": (
+        Gqa(
+            rows=((3, 20), (70, 200), (4, 2), (61, 64)),
+            dims=(128, 128),
+            kv_heads=1,
+            page_size=64,
+            placement="high",
+            **BF16,
+        ),
+        dataclasses.replace(CONFIG, q_stages=2, block_kv=64, stages=3),
+    ),
+    "M3-window-sinks-cap": (
+        Gqa(
+            rows=((5, 300), (70, 161), (1, 9)),
+            dims=(64, 64),
+            kv_heads=1,
+            group=3,
+            window=90,
+            sinks=True,
+            soft_cap=3.0,
+            placement="static",
+            **BF16,
+        ),
+        CONFIG,
+    ),
+    "P128-pieces": (
+        Gqa(
+            rows=((2, 129), (130, 260)),
+            dims=(64, 64),
+            kv_heads=1,
+            group=1,
+            page_size=128,
+            **BF16,
+        ),
+        dataclasses.replace(CONFIG, block_kv=64),
+    ),
+}
+
+jit_gqa_packed = jax.jit(
+    gqa_packed, static_argnames=("k_view", "v_view", "scoring", "config", "interpret")
+)
+
+
+def simulate(case, data, config):
+    options = data.options(case)
+    sinks = options.pop("sinks")
+    return jit_gqa_packed(
+        jnp.asarray(data.q),
+        data.pool.buffers,
+        *data.views,
+        data.pool.table.ids,
+        **case.batch,
+        scoring=Scoring(**options),
+        sinks=sinks,
+        config=config,
+        interpret=True,
+    )
+
+
+@pytest.mark.parametrize(("case", "config"), SIMULATED.values(), ids=SIMULATED.keys())
+def test_simulated(case, config):
+    data = make_gqa(case)
+    result = simulate(case, data, config)
+    assert_result(case, result, gqa_oracle(case, data), width=case.dims[0])
+
+
+def test_simulated_bits_do_not_depend_on_the_pages():
+    case, config = SIMULATED["D64-mixed"]
+    first, second = make_gqa(case, seed=1), make_gqa(case, seed=2)
+    assert (np.asarray(first.pool.table.ids) != second.pool.table.ids).any()
+    pairs = zip(
+        simulate(case, first, config), simulate(case, second, config), strict=True
+    )
+    for a, b in pairs:
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=1)
+
+
+# For a card that is not here
+
+
+def compile_gqa(*, heads, kv_heads, width, page_size, **options):
+    spec = AttentionSpec(
+        name="full",
+        num_layers=4,
+        page_size=page_size,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+    )
+    layout = unified_layout([spec], pool_bytes=6 << 30)
+    views = [layout.part_view("full", layer=3, part=part) for part in "kv"]
+    pool = jax.eval_shape(ft.partial(create_pool, layout))
+
+    def step(q, buffers, ids, cu_query_lens, kv_lens, sinks):
+        return ops.gqa_attention(
+            q,
+            buffers,
+            *views,
+            KernelBlocks(ids=ids, sub_pool="full"),
+            cu_query_lens=cu_query_lens,
+            kv_lens=kv_lens,
+            max_query_len=1024,
+            softmax_scale=0.1,
+            sinks=sinks,
+            **options,
+        )
+
+    shape = jax.ShapeDtypeStruct
+    return compile_for_h200(
+        step,
+        shape((1024, heads, width), jnp.bfloat16),
+        pool.buffers,
+        shape((3, 64), jnp.int32),
+        shape((4,), jnp.int32),
+        shape((3,), jnp.int32),
+        shape((heads,), jnp.float32),
+    )
+
+
+@requires_h200_compiler
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": 32, "kv_heads": 8, "width": 128, "page_size": 16},
+        {"heads": 64, "kv_heads": 8, "width": 64, "page_size": 64, "window": 128},
+    ],
+    ids=["H32-D128-P16", "H64-D64-P64-window"],
+)
+def test_compiled_without_copies(sizes):
+    program = compile_gqa(**sizes)
+    assert "mosaic_gpu" in program.hlo_text
+    assert program.temp_bytes < 2 << 20
+    assert pool_sized_copies(program.hlo_text, 1 << 24) == []
+
+
+# On a card
+
+ON_CARD = {
+    "D128-P64": Gqa(
+        rows=((300, 300), (1, 1), (0, 0), (200, 1000), (1, 900), (64, 64)),
+        dims=(128, 128),
+        kv_heads=8,
+        group=4,
+        page_size=64,
+        **BF16,
+    ),
+    "D128-P16-high": Gqa(
+        rows=((77, 78), (1, 16), (1, 17), (200, 333)),
+        dims=(128, 128),
+        kv_heads=2,
+        group=4,
+        placement="high",
+        **BF16,
+    ),
+    "D64-P32-window-sinks": Gqa(
+        rows=((400, 900), (3, 128), (1, 129), (130, 130)),
+        dims=(64, 64),
+        kv_heads=8,
+        group=8,
+        page_size=32,
+        window=128,
+        sinks=True,
+        **BF16,
+    ),
+    "D128-M5-long-window-cap": Gqa(
+        rows=((300, 1200), (17, 500)),
+        dims=(128, 128),
+        kv_heads=1,
+        group=5,
+        page_size=128,
+        window=400,
+        soft_cap=5.0,
+        **BF16,
+    ),
+    "D128-M1-static": Gqa(
+        rows=((300, 1200), (17, 500), (4, 2), (3, 0)),
+        dims=(128, 128),
+        kv_heads=3,
+        group=1,
+        page_size=64,
+        placement="static",
+        **BF16,
+    ),
+    "many-rows": Gqa(
+        rows=tuple((i % 5, 37 * i % 300 + i % 5) for i in range(120)),
+        dims=(128, 128),
+        kv_heads=2,
+        group=2,
+        page_size=16,
+        **BF16,
+    ),
+}
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    pick = lambda *options: options[rng.integers(len(options))]  # noqa: E731
+    rows = []
+    for _ in range(rng.integers(1, 7)):
+        query_len = int(pick(0, 1, rng.integers(1, 9), rng.integers(1, 400)))
+        context_len = int(pick(0, rng.integers(1, 65), rng.integers(1, 1500)))
+        rows.append((query_len, query_len + context_len))
+    rows.append((int(rng.integers(1, 65)), int(rng.integers(64, 200))))
+    width = pick(64, 128)
+    return Gqa(
+        rows=tuple(rows),
+        dims=(width, width),
+        kv_heads=pick(1, 2),
+        group=pick(1, 2, 3, 4, 8),
+        page_size=pick(16, 32, 64, 128),
+        window=pick(None, None, 1, int(rng.integers(2, 700))),
+        sinks=pick(False, 1),
+        soft_cap=pick(None, None, 4.0),
+        placement=pick("low", "high", "float", "static"),
+        **BF16,
+    )
+
+
+def check_on_card(case):
+    data = make_gqa(case)
+    result = run_gqa(case, data, implementation="mosaic_gpu")
+    assert_result(case, result, gqa_oracle(case, data), width=case.dims[0])
+    moved = run_gqa(case, make_gqa(case, seed=1), implementation="mosaic_gpu")
+    for a, b in zip(result, moved, strict=1):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_CARD.values(), ids=ON_CARD.keys())
+def test_on_a_card(case):
+    check_on_card(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_case_on_a_card(seed):
+    check_on_card(random_case(seed))
