@@ -18,9 +18,13 @@ from pallas_kernels.extend import (
 from pallas_kernels.extend.tiles import Tiles, cut_on_grid
 from tests.attention_cases import (
     Gqa,
+    Mla,
     assert_result,
+    expanded_oracle,
     gqa_oracle,
     make_gqa,
+    make_mla,
+    run_expanded,
     run_gqa,
 )
 from tests.gpu_compile import (
@@ -31,10 +35,12 @@ from tests.gpu_compile import (
 from ukv import ops
 from ukv.ids import KernelBlocks
 from ukv.layout import unified_layout
-from ukv.ops.extend_kernels import gqa_packed
+from ukv.ops import expanded_rows
+from ukv.ops.expanded_rows import WORKSPACE_BYTES
+from ukv.ops.extend_kernels import gqa_packed, mla_packed
 from ukv.ops.online_softmax import Scoring
 from ukv.pool import create_pool
-from ukv.spec import AttentionSpec
+from ukv.spec import AttentionSpec, MLASpec
 
 BF16 = {"store": "bf16", "compute": "bf16"}
 MIXED = ((1, 1), (5, 37), (0, 0), (19, 19), (1, 48), (0, 20))
@@ -42,6 +48,13 @@ MIXED = ((1, 1), (5, 37), (0, 0), (19, 19), (1, 48), (0, 20))
 # Tiles
 
 cut = jax.jit(cut_on_grid, static_argnames=("num_tokens", "block_q"))
+
+
+def whole_rows(kv_lens):
+    """All keys of all rows are there."""
+    return jnp.zeros(len(kv_lens), jnp.int32), jnp.asarray(kv_lens, jnp.int32)
+
+
 deal = jax.jit(schedule.deal, static_argnames=("num_groups", "num_ctas"))
 
 TILE_CASES = {
@@ -61,13 +74,15 @@ def test_every_token_is_in_one_tile(case):
     tiles, places = cut(
         jnp.asarray(bounds, jnp.int32),
         jnp.asarray(kv_lens, jnp.int32),
+        *whole_rows(kv_lens),
         num_tokens=num_tokens,
         block_q=block_q,
     )
     places = np.asarray(places)
     seen = np.zeros(num_tokens, int)
     for number, tile in enumerate(np.stack(tiles, axis=1).tolist()):
-        row, base, first, end, position, kv_len = tile
+        row, base, first, end, position, key_start, key_end = tile
+        assert key_start == 0
         assert base % block_q == 0
         assert 0 <= first <= end <= block_q
         for place in range(first, end):
@@ -77,10 +92,10 @@ def test_every_token_is_in_one_tile(case):
             if token < bounds[-1]:
                 owner = np.searchsorted(bounds[1:], token, side="right")
                 context_len = kv_lens[owner] - query_lens[owner]
-                assert (row, kv_len) == (owner, kv_lens[owner])
+                assert (row, key_end) == (owner, kv_lens[owner])
                 assert position + place == context_len + token - bounds[owner]
             else:
-                assert kv_len == 0
+                assert key_end == 0
                 assert position + place < 0
     assert (seen == 1).all()
 
@@ -94,6 +109,7 @@ def test_every_piece_is_dealt_once(num_ctas, num_groups):
     tiles, _ = cut(
         jnp.asarray([0, 700, 700, 703, 900]),
         jnp.asarray([700, 3, 1000, 197]),
+        *whole_rows([700, 3, 1000, 197]),
         num_tokens=960,
         block_q=64,
     )
@@ -115,7 +131,7 @@ def test_every_piece_is_dealt_once(num_ctas, num_groups):
 
 def test_the_example_of_the_schedule():
     cost = jnp.asarray([1, 2, 2, 7, 7, 8, 8, 9, 9], jnp.int32)
-    tiles = Tiles(*[jnp.zeros(9, jnp.int32)] * 6)
+    tiles = Tiles(*[jnp.zeros(9, jnp.int32)] * 7)
     pieces, counts = deal(tiles, cost, num_groups=1, num_ctas=3)
     dealt = np.asarray(cost)[np.asarray(pieces)[:, :, schedule.TILE]]
     assert dealt.tolist() == [[9, 7, 2], [9, 7, 2], [8, 8, 1]]
@@ -126,11 +142,15 @@ def test_costs_are_blocks_and_one():
     tiles, _ = cut(
         jnp.asarray([0, 64, 128]),
         jnp.asarray([64, 1000]),
+        *whole_rows([64, 1000]),
         num_tokens=128,
         block_q=64,
     )
     assert schedule.costs(tiles, block_kv=64, window=None).tolist() == [2, 17, 0, 0]
     assert schedule.costs(tiles, block_kv=64, window=10).tolist() == [2, 3, 0, 0]
+    tiles = tiles._replace(key_start=jnp.asarray([0, 128, 0, 0]))
+    tiles = tiles._replace(key_end=jnp.asarray([64, 512, 0, 0]))
+    assert schedule.costs(tiles, block_kv=64, window=None).tolist() == [2, 7, 0, 0]
 
 
 # Sizes
@@ -256,6 +276,47 @@ def test_simulated(case, config):
     assert_result(case, result, gqa_oracle(case, data), width=case.dims[0])
 
 
+KIMI = ft.partial(Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16")
+SIMULATED_MLA = {
+    "P16-mixed": (KIMI(rows=MIXED, heads=1), None),
+    "P64-pieces": (
+        KIMI(rows=((3, 300), (0, 0), (129, 140)), heads=1, page_size=64),
+        128,
+    ),
+    "P128-e4m3": (
+        KIMI(rows=((66, 200), (1, 3)), heads=2, page_size=128, store="e4m3"),
+        256,
+    ),
+}
+
+jit_mla_packed = jax.jit(
+    mla_packed,
+    static_argnames=("view", "softmax_scale", "config", "piece_len", "interpret"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "piece_len"), SIMULATED_MLA.values(), ids=SIMULATED_MLA.keys()
+)
+def test_simulated_mla(case, piece_len):
+    data = make_mla(case)
+    result = jit_mla_packed(
+        jnp.asarray(data.q_heads),
+        jnp.asarray(data.w_kc),
+        jnp.asarray(data.w_vc),
+        data.pool.buffers,
+        data.view,
+        data.pool.table.ids,
+        **case.batch,
+        softmax_scale=case.scale,
+        config=CONFIG,
+        piece_len=piece_len,
+        interpret=True,
+    )
+    oracle = expanded_oracle(case, data)
+    assert_result(case, result, oracle, width=192, operand="bfloat16")
+
+
 def test_simulated_bits_do_not_depend_on_the_pages():
     case, config = SIMULATED["D64-mixed"]
     first, second = make_gqa(case, seed=1), make_gqa(case, seed=2)
@@ -322,6 +383,43 @@ def test_compiled_without_copies(sizes):
     assert "mosaic_gpu" in program.hlo_text
     assert program.temp_bytes < 2 << 20
     assert pool_sized_copies(program.hlo_text, 1 << 24) == []
+
+
+@requires_h200_compiler
+def test_mla_compiled_without_copies():
+    spec = MLASpec(name="mla", num_layers=4, page_size=64, latent_dim=512, rope_dim=64)
+    layout = unified_layout([spec], pool_bytes=6 << 30)
+    view = layout.part_view("mla", layer=3, part="latent")
+    pool = jax.eval_shape(ft.partial(create_pool, layout))
+
+    def step(q, w_kc, w_vc, buffers, ids, cu_query_lens, kv_lens):
+        return ops.mla_extend(
+            q,
+            w_kc,
+            w_vc,
+            buffers,
+            view,
+            KernelBlocks(ids=ids, sub_pool="mla"),
+            cu_query_lens=cu_query_lens,
+            kv_lens=kv_lens,
+            max_query_len=1024,
+            softmax_scale=0.1,
+        )
+
+    shape = jax.ShapeDtypeStruct
+    program = compile_for_h200(
+        step,
+        shape((1024, 32, 192), jnp.bfloat16),
+        shape((32, 128, 512), jnp.bfloat16),
+        shape((32, 128, 512), jnp.bfloat16),
+        pool.buffers,
+        shape((3, 1024), jnp.int32),
+        shape((4,), jnp.int32),
+        shape((3,), jnp.int32),
+    )
+    assert "mosaic_gpu" in program.hlo_text
+    assert program.temp_bytes < 2.5 * WORKSPACE_BYTES
+    assert pool_sized_copies(program.hlo_text, WORKSPACE_BYTES // 2) == []
 
 
 # On a card
@@ -420,6 +518,36 @@ def check_on_card(case):
 @pytest.mark.parametrize("case", ON_CARD.values(), ids=ON_CARD.keys())
 def test_on_a_card(case):
     check_on_card(case)
+
+
+MLA_ON_CARD = {
+    "P64-H32": KIMI(
+        rows=((300, 300), (1, 1), (0, 0), (200, 1000), (1, 900), (64, 64)),
+        heads=32,
+        page_size=64,
+    ),
+    "P16-H3": KIMI(rows=((77, 78), (1, 16), (1, 17), (200, 333), (4, 2)), heads=3),
+    "P128-e5m2": KIMI(
+        rows=((300, 1200), (17, 500)), heads=4, page_size=128, store="e5m2"
+    ),
+    "P1": KIMI(rows=((70, 200), (17, 50)), heads=4, page_size=1, placement="high"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MLA_ON_CARD.values(), ids=MLA_ON_CARD.keys())
+@pytest.mark.parametrize("workspace", [WORKSPACE_BYTES, 1 << 21])
+def test_mla_on_a_card(case, workspace, monkeypatch):
+    monkeypatch.setattr(expanded_rows, "WORKSPACE_BYTES", workspace)
+    jax.clear_caches()
+    data = make_mla(case)
+    result = run_expanded(case, data, implementation="mosaic_gpu")
+    oracle = expanded_oracle(case, data)
+    assert_result(case, result, oracle, width=192, operand="bfloat16")
+    moved = make_mla(case, seed=1)
+    again = run_expanded(case, moved, implementation="mosaic_gpu")
+    for a, b in zip(result, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
 @pytest.mark.gpu

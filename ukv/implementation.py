@@ -27,8 +27,9 @@ class OpCase:
       storage_dtype: Name of the dtype in the pool.
       compute_dtype: Name of the dtype of the queries, or of the values to write.
       widths: Elements per head of a key and of a value; of a latent row and of its
-        latent part for MLA; of the entry of each part for a write. A decode step of
-        a delta rule layer adds the taps of its convolution.
+        latent part for MLA, then, where rows are expanded, per head of a key's part
+        without position and of a value; of the entry of each part for a write. A
+        decode step of a delta rule layer adds the taps of its convolution.
     """
 
     page_size: int
@@ -211,7 +212,19 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
         ),
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),
-    "mla_extend": (Support(implementation="xla", compute_dtypes=QUERY_DTYPES),),
+    "mla_extend": (
+        Support(
+            implementation="mosaic_gpu",
+            platforms=("gpu",),
+            min_capability=90,
+            max_capability=90,
+            page_sizes=(1, 16, 32, 64, 128),
+            storage_dtypes=("bfloat16", "float8_e4m3fn", "float8_e5m2"),
+            compute_dtypes=("bfloat16",),
+            widths=((576, 512, 128, 128),),
+        ),
+        Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
+    ),
     "mla_extend_absorbed": (
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),

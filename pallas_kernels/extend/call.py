@@ -27,6 +27,7 @@ def attend_packed(
     offsets: Int32[Array, " sources"],
     cu_query_lens: Int32[Array, " bounds"],
     kv_lens: Int32[Array, " rows"],
+    key_ranges: tuple[Int32[Array, " rows"], Int32[Array, " rows"]] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
     problem: Problem,
     config: ExtendConfig | None = None,
@@ -48,6 +49,8 @@ def attend_packed(
       offsets: What is added to an entry, for each source.
       cu_query_lens: Exclusive prefix sum of the query lengths.
       kv_lens: Tokens of each row, its query tokens included; 0 for a padded row.
+      key_ranges: For each row, the first position whose key there is, a multiple of
+        the block of keys, and the end of those positions; None means all.
       sinks: Logits that join the denominator only.
       problem: What is computed.
       config: Tuning; the default suits heads of 128 on a card of 132 multiprocessors.
@@ -82,6 +85,7 @@ def attend_packed(
         offsets,
         cu_query_lens,
         kv_lens,
+        (jnp.zeros_like(kv_lens), kv_lens) if key_ranges is None else key_ranges,
         logits,
         plan=plan,
         interpret=simulator,
@@ -97,6 +101,7 @@ def _attend(
     offsets: jax.Array,
     cu_query_lens: jax.Array,
     kv_lens: jax.Array,
+    key_ranges: tuple[jax.Array, jax.Array],
     sinks: jax.Array,
     *,
     plan: Plan,
@@ -105,7 +110,11 @@ def _attend(
     num_tokens = q.shape[0]
     problem, config = plan.problem, plan.config
     tiles, places = cut_on_grid(
-        cu_query_lens, kv_lens, num_tokens=num_tokens, block_q=plan.block_q
+        cu_query_lens,
+        kv_lens,
+        *key_ranges,
+        num_tokens=num_tokens,
+        block_q=plan.block_q,
     )
     num_tiles = tiles.row.shape[0]
     num_groups = problem.num_q_heads // plan.heads_per_cta

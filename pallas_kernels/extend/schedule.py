@@ -19,8 +19,7 @@ from jaxtyping import Array, Int32
 from pallas_kernels.extend.tiles import Tiles
 
 # Fields of a piece: those of its tile, the tile's number and its group of heads.
-ROW, BASE, FIRST, END, POSITION, KV_LEN, TILE, HEADS = range(8)
-FIELDS = 8
+ROW, BASE, FIRST, END, POSITION, KEY_START, KEY_END, TILE, HEADS = range(9)
 
 
 def costs(tiles: Tiles, *, block_kv: int, window: int | None) -> jax.Array:
@@ -28,11 +27,12 @@ def costs(tiles: Tiles, *, block_kv: int, window: int | None) -> jax.Array:
 
     Starting and ending a tile takes about as long as a block does.
     """
-    last = jnp.maximum(tiles.position + tiles.end - 1, 0)
-    first = jnp.zeros_like(last)
+    end = jnp.minimum(tiles.position + tiles.end, tiles.key_end)
+    first = tiles.key_start
     if window is not None:
-        first = jnp.clip(tiles.position + tiles.first - (window - 1), 0, last)
-    blocks = last // block_kv - first // block_kv + 1
+        first = jnp.maximum(first, tiles.position + tiles.first - (window - 1))
+    last = jnp.maximum(end - 1, 0)
+    blocks = jnp.maximum(last // block_kv - first // block_kv + 1, 1)
     return jnp.where(tiles.first < tiles.end, blocks + 1, 0)
 
 

@@ -12,7 +12,8 @@ from pallas_kernels.extend.schedule import (
     END,
     FIRST,
     HEADS,
-    KV_LEN,
+    KEY_END,
+    KEY_START,
     POSITION,
     ROW,
     TILE,
@@ -32,16 +33,19 @@ class Tile:
 
         self.row, self.base = field(ROW), field(BASE)
         self.first, self.end = field(FIRST), field(END)
-        self.position, self.kv_len = field(POSITION), field(KV_LEN)
+        self.position = field(POSITION)
+        key_start, key_end = field(KEY_START), field(KEY_END)
         self.number, self.heads = field(TILE), field(HEADS)
-        # The last position that is seen; negative if none is.
-        self.last = self.position + self.end - 1
-        self.has_keys = self.last >= 0
-        seen_last = jnp.maximum(self.last, 0)
-        seen_first = jnp.int32(0)
+        seen_first = key_start
         if window is not None:
             lowest = self.position + self.first - (window - 1)
-            seen_first = jnp.clip(lowest, 0, seen_last)
+            seen_first = jnp.maximum(seen_first, lowest)
+        seen_end = jnp.minimum(self.position + self.end, key_end)
+        self.has_keys = seen_first < seen_end
+        # The last position that is seen; negative if none is.
+        self.last = jnp.where(self.has_keys, seen_end - 1, -1)
+        seen_first = jnp.where(self.has_keys, seen_first, 0)
+        seen_last = jnp.maximum(self.last, 0)
         size = plan.problem.page_size
         self.first_page = lax.div(seen_first, size)
         self.last_page = lax.div(seen_last, size)
@@ -49,23 +53,18 @@ class Tile:
         self.first_block = lax.div(seen_first, config.block_kv)
         self.end_block = lax.div(seen_last, config.block_kv) + 1
         # Every query sees all of a block in [full_first, full_end).
-        full_end = lax.div(
-            jnp.maximum(self.position + self.first + 1, 0), config.block_kv
-        )
+        full_end = jnp.minimum(self.position + self.first, self.last) + 1
+        full_end = lax.div(jnp.maximum(full_end, 0), config.block_kv)
         full_first = self.first_block
         if window is not None:
             lowest = jnp.maximum(self.last - (window - 1), 0)
             full_first = lax.div(lowest + (config.block_kv - 1), config.block_kv)
         after = self.first_block + 1
-        self.full_first = jnp.clip(
-            full_first, after, jnp.maximum(self.end_block, after)
-        )
-        self.full_end = jnp.clip(
-            full_end, self.full_first, jnp.maximum(self.end_block, self.full_first)
-        )
+        self.full_first = jnp.clip(full_first, after, self.end_block)
+        self.full_end = jnp.clip(full_end, self.full_first, self.end_block)
         # Beyond the end of the row its last page may hold anything.
-        is_row_end = lax.div(self.kv_len - 1, size) == self.last_page
-        is_cut = lax.rem(self.kv_len, size) != 0
+        is_row_end = lax.div(key_end - 1, size) == self.last_page
+        is_cut = lax.rem(key_end, size) != 0
         self.must_zero = jnp.logical_or(
             jnp.logical_not(self.has_keys), jnp.logical_and(is_row_end, is_cut)
         )

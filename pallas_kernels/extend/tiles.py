@@ -28,7 +28,8 @@ class Tiles(NamedTuple):
       first: First place that belongs to the row.
       end: End of those places; 0 like ``first`` in a tile that does not exist.
       position: Position in the row of the token at place 0; it may be negative.
-      kv_len: The row's cached tokens.
+      key_start: First position of the row whose key there is.
+      key_end: End of those positions.
     """
 
     row: jax.Array
@@ -36,12 +37,15 @@ class Tiles(NamedTuple):
     first: jax.Array
     end: jax.Array
     position: jax.Array
-    kv_len: jax.Array
+    key_start: jax.Array
+    key_end: jax.Array
 
 
 def cut_on_grid(
     cu_query_lens: Int32[Array, " bounds"],
     kv_lens: Int32[Array, " rows"],
+    key_starts: Int32[Array, " rows"],
+    key_ends: Int32[Array, " rows"],
     *,
     num_tokens: int,
     block_q: int,
@@ -51,6 +55,8 @@ def cut_on_grid(
     Args:
       cu_query_lens: Exclusive prefix sum of the query lengths, one more than rows.
       kv_lens: Tokens of each row, its query tokens included; 0 for a padded row.
+      key_starts: First position of each row whose key there is.
+      key_ends: End of those positions, at most ``kv_lens``.
       num_tokens: Length of the packed axis.
       block_q: Places of a tile.
 
@@ -61,7 +67,10 @@ def cut_on_grid(
     starts = cu_query_lens
     ends = jnp.concatenate([cu_query_lens[1:], jnp.full(1, num_tokens, jnp.int32)])
     lens = ends - starts
-    kv_lens = jnp.concatenate([kv_lens, jnp.zeros(1, jnp.int32)])
+    kv_lens, key_starts, key_ends = (
+        jnp.concatenate([x, jnp.zeros(1, jnp.int32)])
+        for x in (kv_lens, key_starts, key_ends)
+    )
     first_blocks = starts // block_q
     tiles_of_row = jnp.where(lens > 0, (ends - 1) // block_q + 1 - first_blocks, 0)
     tile_ends = jnp.cumsum(tiles_of_row, dtype=jnp.int32)
@@ -80,7 +89,8 @@ def cut_on_grid(
         first=jnp.clip(starts[row] - base, 0, block_q),
         end=jnp.clip(ends[row] - base, 0, block_q),
         position=(kv_lens - lens)[row] + base - starts[row],
-        kv_len=kv_lens[row],
+        key_start=key_starts[row],
+        key_end=key_ends[row],
     )
     tiles = Tiles(*[jnp.where(is_tile, field, 0) for field in fields])
 

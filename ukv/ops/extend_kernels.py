@@ -8,6 +8,15 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.extend import ExtendConfig, Problem, Source, attend_packed
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
+from ukv.ops.expanded_rows import (
+    ALIGNMENT,
+    expand_piece,
+    keys_of_piece,
+    merge_pieces,
+    pack_rows,
+    piece_len_for,
+    table_of_piece,
+)
 from ukv.ops.online_softmax import Scoring
 
 
@@ -82,4 +91,106 @@ def gqa_packed(
         problem=problem,
         config=config,
         interpret=interpret,
+    )
+
+
+def mla_packed(
+    q: Float[Array, "num_tokens num_heads key_dim"],
+    w_kc: Float[Array, "num_heads nope_dim latent_dim"],
+    w_vc: Float[Array, "num_heads value_dim latent_dim"],
+    buffers: Buffers,
+    view: PartView,
+    table_ids: Int32[Array, "rows max_pages"],
+    *,
+    cu_query_lens: Int32[Array, " bounds"],
+    kv_lens: Int32[Array, " rows"],
+    softmax_scale: float,
+    config: ExtendConfig | None = None,
+    piece_len: int | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> tuple[
+    Float[Array, "num_tokens num_heads value_dim"],
+    Float32[Array, "num_tokens num_heads"],
+]:
+    """Attend packed rows to latent rows, expanded.
+
+    The cached rows are expanded once for all query tokens, a piece at a time if they
+    are many, and the results of the pieces are merged by their log-sum-exps.
+
+    Args:
+      q: Queries, the part without position and then the rope part.
+      w_kc: Key expansion; keys without position are as wide as values.
+      w_vc: Value expansion.
+      buffers: All buffers of the pool.
+      view: Where the latent rows of this layer lie.
+      table_ids: Read table.
+      cu_query_lens: Exclusive prefix sum of the query lengths.
+      kv_lens: Tokens of each row, its query tokens included.
+      softmax_scale: Factor of ``q . k``.
+      config: Tuning of the kernel; None is the default.
+      piece_len: Cached tokens of a piece, a multiple of 128; None is as many as fit
+        the workspace.
+      interpret: Simulate the kernel on the CPU, for tests.
+
+    Returns:
+      As ``mla_extend``.
+    """
+    num_heads, nope_dim, latent_dim = w_kc.shape
+    weights = jnp.concatenate([w_kc, w_vc], axis=1).astype(q.dtype)
+    num_rows, max_pages = table_ids.shape
+    row_places = -(-max_pages * view.page_size // ALIGNMENT) * ALIGNMENT
+    max_places = num_rows * row_places
+    if piece_len is None:
+        piece_len = piece_len_for(
+            num_heads,
+            weights.shape[1],
+            itemsize=q.dtype.itemsize,
+            max_places=max_places,
+        )
+    problem = Problem(
+        num_q_heads=num_heads,
+        num_kv_heads=num_heads,
+        keys=(
+            Source(column=0, width=nope_dim, head_axis=1),
+            Source(column=latent_dim, width=q.shape[2] - nope_dim, head_axis=None),
+        ),
+        value=Source(column=nope_dim, width=w_vc.shape[1], head_axis=1),
+        page_size=ALIGNMENT,
+        softmax_scale=softmax_scale,
+        window=None,
+        soft_cap=None,
+        has_sinks=False,
+    )
+    packing = pack_rows(kv_lens)
+
+    def attend(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first_place = number * piece_len
+        piece = expand_piece(
+            buffers,
+            view,
+            table_ids,
+            packing,
+            first_place,
+            weights,
+            piece_len=piece_len,
+        )
+        return attend_packed(
+            q,
+            (piece.heads, piece.latents, piece.heads),
+            table_of_piece(packing, first_place, row_places // ALIGNMENT),
+            offsets=jnp.zeros(3, jnp.int32),
+            cu_query_lens=cu_query_lens,
+            kv_lens=kv_lens,
+            key_ranges=keys_of_piece(packing, first_place, piece_len),
+            problem=problem,
+            config=config,
+            interpret=interpret,
+        )
+
+    first = attend(jnp.int32(0))
+    if max_places <= piece_len:
+        return first
+    num_pieces = (packing.num_places + (piece_len - 1)) // piece_len
+    return jax.lax.fori_loop(
+        1, num_pieces, lambda i, found: merge_pieces(found, attend(i)), first
     )

@@ -14,6 +14,8 @@ if the model rotates them at all.
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
@@ -23,6 +25,7 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
+from ukv.ops.extend_kernels import mla_packed
 from ukv.ops.gpu_kernels import paged_part, triton_kernels
 from ukv.ops.online_softmax import (
     BlockShape,
@@ -210,10 +213,25 @@ def mla_extend(
       UnsupportedError: ``implementation`` cannot do this.
     """
     latent_dim = w_kc.shape[2]
-    resolve("mla_extend", implementation, _case(q, view, latent_dim))
+    case = _case(q, view, latent_dim)
+    widths = (*case.widths, w_kc.shape[1], w_vc.shape[1])
+    case = dataclasses.replace(case, widths=widths)
+    chosen = resolve("mla_extend", implementation, case)
     shape, read_block = _expanded_reader(
         q, w_kc, w_vc, buffers, view, table, kv_lens.shape[0]
     )
+    if chosen == "mosaic_gpu":
+        return mla_packed(
+            q,
+            w_kc,
+            w_vc,
+            buffers,
+            view,
+            table.ids,
+            cu_query_lens=cu_query_lens,
+            kv_lens=kv_lens,
+            softmax_scale=softmax_scale,
+        )
     packed = cut_packed(
         cu_query_lens,
         kv_lens,
