@@ -26,8 +26,11 @@ from ukv.pool import read_blocks
 ALIGNMENT = 128
 """Places that a row starts at a multiple of: the rows of one copy of the kernel."""
 
-WORKSPACE_BYTES = 256 << 20
+WORKSPACE_BYTES = 512 << 20
 """Most bytes of a piece's keys and values."""
+
+MIN_PIECE = 2048
+"""Places of a piece at least, so that a step of few tokens takes few pieces."""
 
 
 class Packing(flax.struct.PyTreeNode):
@@ -65,18 +68,28 @@ def pack_rows(kv_lens: Int32[Array, " rows"]) -> Packing:
     return Packing(starts=ends - aligned, kv_lens=kv_lens, num_places=ends[-1])
 
 
-def piece_len_for(num_heads: int, width: int, *, itemsize: int, max_places: int) -> int:
+def piece_len_for(
+    num_tokens: int,
+    num_rows: int,
+    max_places: int,
+    *,
+    place_bytes: int,
+) -> int:
     """Return the places of a piece, a multiple of ``ALIGNMENT``.
 
+    All places of a piece are expanded, used or not. The tokens of the step are cached
+    too, so that many places are used in any case, and a batch without a prefix is one
+    piece.
+
     Args:
-      num_heads: Heads.
-      width: Elements of a key's part without position and of a value.
-      itemsize: Bytes of an element.
+      num_tokens: Packed tokens of the step.
+      num_rows: Rows of the batch.
       max_places: Most places that a batch of this shape can have.
+      place_bytes: Bytes of the keys and values of one place.
     """
-    fits = WORKSPACE_BYTES // (num_heads * width * itemsize)
-    fits = max(fits // ALIGNMENT, 1) * ALIGNMENT
-    return min(fits, -(-max_places // ALIGNMENT) * ALIGNMENT)
+    fits = max(WORKSPACE_BYTES // (place_bytes * ALIGNMENT), 1) * ALIGNMENT
+    tokens = -(-num_tokens // ALIGNMENT) * ALIGNMENT + (num_rows - 1) * ALIGNMENT
+    return min(max(tokens, MIN_PIECE), fits, max_places)
 
 
 def expand_piece(

@@ -142,10 +142,10 @@ def mla_packed(
     max_places = num_rows * row_places
     if piece_len is None:
         piece_len = piece_len_for(
-            num_heads,
-            weights.shape[1],
-            itemsize=q.dtype.itemsize,
-            max_places=max_places,
+            q.shape[0],
+            num_rows,
+            max_places,
+            place_bytes=num_heads * weights.shape[1] * q.dtype.itemsize,
         )
     problem = Problem(
         num_q_heads=num_heads,
