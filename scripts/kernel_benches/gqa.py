@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.extend import ExtendConfig
 from scripts.kernel_benches.case import BenchCase, Prepared
 from ukv.ids import KernelBlocks
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import gqa_attention, gqa_decode
+from ukv.ops.extend_kernels import gqa_packed
 from ukv.ops.gpu_kernels import paged_part, triton_kernels
+from ukv.ops.online_softmax import Scoring
 from ukv.pool import read_blocks
 from ukv.spec import AttentionSpec
 
@@ -165,6 +168,10 @@ def _prepare(implementation, config, *, shape: Shape, num_layers: int) -> Prepar
             lens["cu_query_lens"] = bounds
         if config is not None:
             k, v = views[layer]
+            if implementation == "mosaic_gpu":
+                scoring = Scoring(**options)
+                run = functools.partial(gqa_packed, scoring=scoring, config=config)
+                return run(q, buffers, k, v, ids, **lens)[0]
             pools = buffers[k.buffer_index], buffers[v.buffer_index]
             parts = {"k": paged_part(k), "v": paged_part(v), "config": config}
             if shape.is_decode:
@@ -229,20 +236,35 @@ def _prepare(implementation, config, *, shape: Shape, num_layers: int) -> Prepar
 def _configs(shape: Shape):
     if shape.is_decode:
         make = triton_kernels("gqa_decode_triton").GqaDecodeTritonConfig
-        return (
-            make(tile_bytes=32768, num_programs=396),
-            make(num_programs=396, num_stages=4),
-            make(most_chunk=1024),
-            make(most_chunk=4096),
-            make(head_width=64),
-            make(num_warps=2),
-        )
+        return {
+            "triton": (
+                make(tile_bytes=32768, num_programs=396),
+                make(num_programs=396, num_stages=4),
+                make(most_chunk=1024),
+                make(most_chunk=4096),
+                make(head_width=64),
+                make(num_warps=2),
+            )
+        }
     make = triton_kernels("gqa_extend_triton").GqaExtendTritonConfig
-    return (
-        make(block_m=64, num_warps=4),
-        make(block_m=64, num_warps=4, num_stages=2),
-        make(block_m=128, num_warps=8),
-    )
+    return {
+        "triton": (
+            make(block_m=64, num_warps=4),
+            make(block_m=64, num_warps=4, num_stages=2),
+            make(block_m=128, num_warps=8),
+        ),
+        "mosaic_gpu": (
+            ExtendConfig(overlap=False),
+            ExtendConfig(q_stages=2),
+            ExtendConfig(block_kv=64, stages=3, q_stages=2),
+        ),
+    }
+
+
+def _implementations(shape: Shape, *, small: bool):
+    if small:
+        return "triton", "xla"
+    return ("triton",) if shape.is_decode else ("mosaic_gpu", "triton")
 
 
 def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
@@ -259,9 +281,9 @@ def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
         # bfloat16 rounds outputs and weights by up to 2**-9 each.
         max_error=1e-2 if itemsize == 2 else 1e-4,
         # At full size the reference gathers more than a card holds for a prefill.
-        implementations=("triton", "xla") if small else ("triton",),
+        implementations=_implementations(shape, small=small),
         prepare=functools.partial(_prepare, shape=shape, num_layers=num_layers),
-        configs={} if small else {"triton": _configs(shape)},
+        configs={} if small else _configs(shape),
         small=small,
     )
 
