@@ -15,6 +15,7 @@ from pallas_kernels.extend import (
     make_plan,
     schedule,
 )
+from pallas_kernels.extend.config import default_config
 from pallas_kernels.extend.tiles import Tiles, cut_on_grid
 from tests.attention_cases import (
     Gqa,
@@ -205,11 +206,18 @@ def test_a_config_that_does_not_fit():
         make_plan(GQA, ExtendConfig(stages=4))
 
 
+def test_the_default_has_the_stages_that_fit():
+    narrow = GQA._replace(keys=(Source(0, 64, 1),), value=Source(0, 64, 1))
+    assert default_config(GQA).stages == 2
+    assert default_config(narrow).stages == 4
+    assert make_plan(narrow, default_config(narrow)).smem_bytes <= 227 << 10
+
+
 # In the simulator
 
 CONFIG = ExtendConfig(num_ctas=2)
 SIMULATED = {
-    "D64-mixed": (Gqa(rows=MIXED, dims=(64, 64), **BF16), CONFIG),
+    "D64-mixed": (Gqa(rows=MIXED, dims=(64, 64), kv_heads=1, **BF16), CONFIG),
     "D128-P64-tiles": (
         Gqa(
             rows=((3, 20), (70, 200), (4, 2), (61, 64)),
@@ -503,6 +511,14 @@ def random_case(seed):
         placement=pick("low", "high", "float", "static"),
         **BF16,
     )
+
+
+def test_no_tokens():
+    case, config = SIMULATED["D64-mixed"]
+    data = dataclasses.replace(make_gqa(case), q=jnp.zeros((0, 2, 64), jnp.bfloat16))
+    out, lse = simulate(case, data, config)
+    assert out.shape == (0, 2, 64)
+    assert lse.shape == (0, 2)
 
 
 def check_on_card(case):

@@ -14,6 +14,7 @@ from pallas_kernels.extend.config import (
     ExtendConfig,
     Plan,
     Problem,
+    default_config,
     make_plan,
 )
 from pallas_kernels.extend.tiles import cut_on_grid
@@ -44,7 +45,7 @@ def attend_packed(
     Args:
       q: Queries, the rows of the batch one after the other.
       sources: The array of each source of keys, then that of the values, of the dtype
-        of ``q``: ``[rows, kv_heads, columns]``, or ``[rows, columns]``.
+        of ``q``, with the axes that ``Source`` says.
       table: Read table. What no query sees may have an entry of any value.
       offsets: What is added to an entry, for each source.
       cu_query_lens: Exclusive prefix sum of the query lengths.
@@ -53,7 +54,7 @@ def attend_packed(
         the block of keys, and the end of those positions; None means all.
       sinks: Logits that join the denominator only.
       problem: What is computed.
-      config: Tuning; the default suits heads of 128 on a card of 132 multiprocessors.
+      config: Tuning; the default suits a card of 132 multiprocessors.
       interpret: Simulate the kernel on the CPU, for tests: parameters of the
         simulator, or True for its defaults.
 
@@ -64,7 +65,7 @@ def attend_packed(
     Raises:
       ValueError: The kernel cannot do these sizes.
     """
-    plan = make_plan(problem, ExtendConfig() if config is None else config)
+    plan = make_plan(problem, default_config(problem) if config is None else config)
     if len(sources) != len(problem.keys) + 1:
         raise ValueError(
             f"{len(sources)} sources, {len(problem.keys)} for keys and one for values "
@@ -74,6 +75,9 @@ def attend_packed(
         raise ValueError(
             f"{q.shape=} must end in ({problem.num_q_heads}, {problem.key_width})"
         )
+    if q.shape[0] == 0:
+        out = jnp.zeros((0, problem.num_q_heads, problem.value.width), q.dtype)
+        return out, jnp.zeros((0, problem.num_q_heads), jnp.float32)
     simulator = plgpu.InterpretGPUParams() if interpret is True else interpret
     if problem.has_sinks != (sinks is not None):
         raise ValueError(f"{problem.has_sinks=} must say whether there are sinks")

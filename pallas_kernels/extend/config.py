@@ -70,17 +70,14 @@ class ExtendConfig:
       block_kv: Keys of a block, a multiple of 64.
       stages: Blocks of keys and of values in shared memory.
       q_stages: Tiles of queries in shared memory. With 2 the next tile's queries
-        arrive while the last one's outputs leave.
+        arrive while the last one's outputs leave, which on an H200 gains nothing.
       num_ctas: Persistent CTAs, one per multiprocessor.
-      overlap: Whether a warpgroup's softmax runs while its own product of weights
-        and values does, and not only while the other warpgroup's products do.
     """
 
     block_kv: int = 128
     stages: int = 2
     q_stages: int = 1
     num_ctas: int = 132
-    overlap: bool = True
 
     def __post_init__(self):
         """Checks the ranges."""
@@ -174,3 +171,14 @@ def make_plan(problem: Problem, config: ExtendConfig) -> Plan:
             f"more than {MAX_SMEM_BYTES}"
         )
     return plan
+
+
+def default_config(problem: Problem) -> ExtendConfig:
+    """Return the configuration with as many stages as fit, up to 4."""
+    found = ExtendConfig()
+    for stages in range(found.stages + 1, 5):
+        more = dataclasses.replace(found, stages=stages)
+        if Plan(problem, more, 1).smem_bytes > MAX_SMEM_BYTES:
+            break
+        found = more
+    return found

@@ -104,7 +104,6 @@ class Consumer:
                 lambda s: softmax.update(s, state.m, state.z, problem, seen),
                 on_issued=self.pass_turn,
                 on_scores=lambda: plgpu.barrier_arrive(self.shared["k_empty"].at[slot]),
-                overlap=config.overlap,
                 interpret=self.interpret,
             )
             plgpu.barrier_arrive(self.shared["v_empty"].at[last_slot])

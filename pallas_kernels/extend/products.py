@@ -90,10 +90,11 @@ def scores_and_values(
     *,
     on_issued: Callable[[], None],
     on_scores: Callable[[], None],
-    overlap: bool,
     interpret: bool,
 ) -> tuple[jax.Array, Softmax]:
     """Add the last block's weighted values, and turn the next block into weights.
+
+    On a GPU ``update`` runs while the values are being added.
 
     Args:
       out: Outputs, relative to the maximum before the next block.
@@ -103,7 +104,6 @@ def scores_and_values(
       update: Turns scores of the next block into what is carried, all float32.
       on_issued: Called when both products are in flight.
       on_scores: Called when the keys have been read.
-      overlap: Whether ``update`` runs while the values are being added.
       interpret: Whether the simulator runs this.
     """
     if interpret:
@@ -111,36 +111,25 @@ def scores_and_values(
         out = add_values(out, carried.p, values, on_issued, interpret=True)
         on_scores()
         return out, as_operand(update(s), carried.p.dtype)
-    no_scores = zeros(*operands.shape)
-    start = ACC.init(no_scores)
-    if overlap:
 
-        def compute(refs: Any) -> None:
-            out_ref, s_ref, *weights_refs = refs
-            operands.issue(s_ref)
-            plgpu.wgmma(out_ref, carried.p, values)
-            on_issued()
-            # One group may be in flight, and that is the values'.
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-            on_scores()
-            for ref, value in zip(weights_refs, update(s), strict=True):
-                ref[...] = value
-
-        # The weights are float32 until their predecessors have been multiplied: the
-        # registers of an operand in flight must not be written.
-        weights = (no_scores, carried.m, carried.z, carried.rescale)
-        out, _, p, *rest = pl.run_state(compute)((ACC.init(out), start, *weights))
-        return out, as_operand(Softmax(p, *rest), carried.p.dtype)
-
-    def compute_both(refs: Any) -> None:
-        out_ref, s_ref = refs
-        plgpu.wgmma(out_ref, carried.p, values)
+    def compute(refs: Any) -> None:
+        out_ref, s_ref, *weights_refs = refs
         operands.issue(s_ref)
+        plgpu.wgmma(out_ref, carried.p, values)
         on_issued()
+        # One group may be in flight, and that is the values'.
+        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+        on_scores()
+        for ref, value in zip(weights_refs, update(s), strict=True):
+            ref[...] = value
 
-    out, s = pl.run_state(compute_both)((ACC.init(out), start))
-    on_scores()
-    return out, as_operand(update(s), carried.p.dtype)
+    # The weights are float32 until their predecessors have been multiplied: the
+    # registers of an operand in flight must not be written.
+    no_scores = zeros(*operands.shape)
+    accumulators = ACC.init(out), ACC.init(no_scores)
+    weights = no_scores, carried.m, carried.z, carried.rescale
+    out, _, p, *rest = pl.run_state(compute)((*accumulators, *weights))
+    return out, as_operand(Softmax(p, *rest), carried.p.dtype)
 
 
 def _plain_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -254,7 +254,6 @@ def _configs(shape: Shape):
             make(block_m=128, num_warps=8),
         ),
         "mosaic_gpu": (
-            ExtendConfig(overlap=False),
             ExtendConfig(q_stages=2),
             ExtendConfig(block_kv=64, stages=3, q_stages=2),
         ),

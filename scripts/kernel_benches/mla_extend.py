@@ -215,10 +215,7 @@ def _moved_bytes(shape: Shape) -> int:
 
 def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
     shape = Shape(**numbers)
-    configs = (
-        ExtendConfig(overlap=False),
-        ExtendConfig(block_kv=64, stages=3),
-    )
+    configs = (ExtendConfig(block_kv=64, stages=3),)
     return BenchCase(
         op="mla_extend",
         shape=dataclasses.asdict(shape),
