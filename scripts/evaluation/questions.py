@@ -86,14 +86,14 @@ def built_in_set(*, limit: int | None, shots: int) -> QuestionSet:
     """Return generated arithmetic word problems, none of which was trained on.
 
     Args:
-      limit: Questions; None for 64.
+      limit: Questions; None for 48.
       shots: Solved examples in the prefix.
 
     Raises:
       DataError: A count is out of range.
     """
     try:
-        found = problem_set(BUILT_IN_SEED, limit or 64, "test", shots=shots)
+        found = problem_set(BUILT_IN_SEED, limit or 48, "test", shots=shots)
     except ValueError as error:
         raise DataError(f"the built-in set: {error}") from error
     return QuestionSet(
