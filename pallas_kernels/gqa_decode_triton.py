@@ -34,7 +34,7 @@ from pallas_kernels.gqa_decode_kernels import (
     whole_rows_kernel,
 )
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
-from pallas_kernels.paged_triton import addresses
+from pallas_kernels.paged_triton import addresses, layer_blocks
 from pallas_kernels.triton_launch import launch
 from pallas_kernels.tuning import tuned_config
 
@@ -269,7 +269,7 @@ def gqa_decode(
         "PRECISION": "tf32x3",
         "NUM_TILES": plan.num_tiles,
     }
-    blocks = jnp.asarray([k.block, v.block], jnp.int32)
+    blocks = layer_blocks(k, v)
     outputs = [
         jax.ShapeDtypeStruct((*q.shape[:3], v.width), q.dtype),
         jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),

@@ -27,6 +27,7 @@ from pallas_kernels.paged_triton import (
     addresses,
     entry_pointers,
     finish,
+    layer_blocks,
     pages_of,
 )
 from pallas_kernels.triton_launch import launch
@@ -330,7 +331,7 @@ def gqa_extend(
         cu_query_lens,
         kv_lens,
         kv_lens if sinks is None else sinks,
-        jnp.asarray([k.block, v.block], jnp.int32),
+        layer_blocks(k, v),
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, num_q_heads, v.width), q.dtype),
             jax.ShapeDtypeStruct((num_tokens, num_q_heads), jnp.float32),

@@ -2,8 +2,10 @@
 
 import typing
 
+import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
 
@@ -37,6 +39,14 @@ def addresses(k: PagedPart, v: PagedPart, *, heads: int = 1) -> dict[str, typing
         "BLOCK_D": tile_width(heads * k.width),
         "BLOCK_E": tile_width(heads * v.width),
     }
+
+
+def layer_blocks(k: PagedPart, v: PagedPart) -> Int32[Array, " 3"]:
+    """Returns the layer's constants of K and V as an array: one kernel for all layers.
+
+    The third number keeps XLA from computing 0 and 1 with a kernel of its own.
+    """
+    return jnp.asarray([k.block, v.block, -1], jnp.int32)
 
 
 # Triton compiles the source: a checking wrapper would hide the module's names from it.

@@ -311,8 +311,13 @@ def test_a_step_of_several_layers_is_in_place(kind, window):
     if kind == "extend":
         shapes += (jax.ShapeDtypeStruct((9,), jnp.int32),)
     program = compile_for_h200(
-        lambda *args: serve(layout, window, *args), *shapes, donate_argnums=0
+        lambda *args: serve(layout, window, *args),
+        *shapes,
+        donate_argnums=0,
+        thunks=True,
     )
+    assert program.top_thunks == ["kCommandBuffer"]
+    assert "iota" not in program.thunk_text
     assert program.alias_bytes >= layout.pool_bytes
     assert program.temp_bytes < 64 << 20
     assert pool_sized_copies(program.hlo_text, GIB) == []
