@@ -16,6 +16,8 @@ chunks. V is the first 512 elements of K, so the last chunk is value and rope.
 Legend: C columns, D elements of a row, E of its latent part.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +34,7 @@ from pallas_kernels.mla_decode.config import (
     zeros,
 )
 from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile, tile_pieces
-from pallas_kernels.mla_decode.plan import TILE, first_part, next_part
+from pallas_kernels.mla_decode.plan import TILE, for_each_part
 from pallas_kernels.mla_decode.softmax import (
     LOG2E,
     accumulate,
@@ -123,17 +125,7 @@ def attend(
         cta = lax.axis_index("cta")
         warpgroup = lax.axis_index("warpgroup")
 
-        def for_each_part(attend_part, carry):
-            """Run ``attend_part(index, part, carry)`` over the parts of this CTA."""
-            count, part, budget = first_part(ctas_ref, cta)
-
-            def step(index, state):
-                part, budget, carry = state
-                following, left = next_part(rows_ref, part, budget)
-                return following, left, attend_part(index, part, carry)
-
-            _, _, carry = lax.fori_loop(0, count, step, (part, budget, carry))
-            return count, carry
+        my_parts = functools.partial(for_each_part, ctas_ref, rows_ref, cta)
 
         def slot_of(tile, chunk):
             return lax.rem(tile * NUM_CHUNKS + chunk, RING)
@@ -221,7 +213,7 @@ def attend(
                 plgpu.barrier_arrive(sums_ready)
                 return done + part.tiles
 
-            count, done = for_each_part(attend_part, jnp.int32(0))
+            count, done = my_parts(attend_part, jnp.int32(0))
             if interpret:  # the simulator wants every arrival to be waited for
 
                 @pl.when(count > 0)
@@ -322,8 +314,9 @@ def attend(
 
                 return done + part.tiles
 
-            for_each_part(attend_part, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+            my_parts(attend_part, jnp.int32(0))
+            # What is stored is visible when the kernel ends; until then it is read.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def loads():
             plgpu.set_max_registers(REGISTERS["loads"], action="decrease")
@@ -366,7 +359,7 @@ def attend(
                 lax.fori_loop(0, part.tiles, load_tile, pieces_of(part, part.first))
                 return done + part.tiles
 
-            count, done = for_each_part(attend_part, jnp.int32(0))
+            count, done = my_parts(attend_part, jnp.int32(0))
             if interpret:  # the simulator wants every arrival to be waited for
 
                 @pl.when(count > 0)

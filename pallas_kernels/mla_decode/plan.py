@@ -16,10 +16,11 @@ them, so no two parts share an id, and ids stay below ``num_ctas + rows``.
 Only lengths decide, never where a page lies.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 TILE = 64
@@ -98,7 +99,34 @@ def plan_work(kv_lens: Int32[Array, " rows"], *, num_ctas: int, min_tiles: int) 
     return Plan(ctas=jnp.stack([*ctas, jnp.zeros_like(cut)], 1), rows=rows)
 
 
-def first_part(ctas_ref, cta) -> tuple[jax.Array, Part, jax.Array]:
+def for_each_part(
+    ctas_ref, rows_ref, cta, attend_part, carry: Any
+) -> tuple[jax.Array, Any]:
+    """Go through the parts of a CTA, in a kernel.
+
+    Args:
+      ctas_ref: The plan's records of CTAs.
+      rows_ref: Its records of rows.
+      cta: The CTA.
+      attend_part: Called as ``attend_part(index, part, carry)``, returns the carry.
+      carry: What the first part gets.
+
+    Returns:
+      The number of parts, and the last carry.
+    """
+    count, part, budget = _first_part(ctas_ref, cta)
+
+    def step(index, state):
+        part, budget, carry = state
+        # Read before the part is attended, so that the next one need not wait for it.
+        following, left = _next_part(rows_ref, part, budget)
+        return following, left, attend_part(index, part, carry)
+
+    _, _, carry = lax.fori_loop(0, count, step, (part, budget, carry))
+    return count, carry
+
+
+def _first_part(ctas_ref, cta) -> tuple[jax.Array, Part, jax.Array]:
     """Read the record of a CTA: number of parts, its first part, tiles of them all."""
     count, row, first, tiles, kv_len, row_tiles, budget = (
         ctas_ref[cta, j] for j in range(7)
@@ -107,7 +135,7 @@ def first_part(ctas_ref, cta) -> tuple[jax.Array, Part, jax.Array]:
     return count, part, budget
 
 
-def next_part(rows_ref, part: Part, budget) -> tuple[Part, jax.Array]:
+def _next_part(rows_ref, part: Part, budget) -> tuple[Part, jax.Array]:
     """Return the part after ``part``, and the tiles left from it on.
 
     After the last part it returns one of some row; nobody attends it.

@@ -38,7 +38,7 @@ from pallas_kernels.mla_decode.config import (
     zeros,
 )
 from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile, tile_pieces
-from pallas_kernels.mla_decode.plan import TILE, first_part, next_part
+from pallas_kernels.mla_decode.plan import TILE, for_each_part
 from pallas_kernels.mla_decode.softmax import (
     LOG2E,
     add_products,
@@ -118,17 +118,7 @@ def attend(
         my_columns = pl.ds(first_column, columns)
         warpgroup = lax.axis_index("warpgroup")
 
-        def for_each_part(attend_part, carry):
-            """Run ``attend_part(index, part, carry)`` over the parts of this CTA."""
-            count, part, budget = first_part(ctas_ref, cta)
-
-            def step(index, state):
-                part, budget, carry = state
-                following, left = next_part(rows_ref, part, budget)
-                return following, left, attend_part(index, part, carry)
-
-            _, _, carry = lax.fori_loop(0, count, step, (part, budget, carry))
-            return carry
+        my_parts = functools.partial(for_each_part, ctas_ref, rows_ref, cta)
 
         def barrier_of(tile, chunk):
             return tile * len(CHUNKS) + chunk
@@ -292,7 +282,7 @@ def attend(
                 plgpu.barrier_arrive(both_done)
                 plgpu.barrier_wait(both_done)
 
-            for_each_part(attend_part, None)
+            my_parts(attend_part, None)
 
         def loads():
             plgpu.set_max_registers(REGISTERS["loads"], action="decrease")
@@ -354,7 +344,7 @@ def attend(
                 lax.fori_loop(0, num_pairs, load_pair, pair_of(part, 0))
                 return done + num_pairs
 
-            done = for_each_part(attend_part, jnp.int32(0))
+            _, done = my_parts(attend_part, jnp.int32(0))
             # The simulator wants every arrival to be waited for, and a CTA of a
             # cluster must not leave before the last arrival of its peer.
             if interpret or is_paired:
