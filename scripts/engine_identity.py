@@ -25,7 +25,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -48,6 +48,8 @@ CHUNK_LEN = 40
 WAYS = ("unified", "static", "chunked", "steps", "prefix", "all")
 COUNTS = ("retractions", "retracted", "moves", "split", "hit_tokens")
 """What must not be 0 for the comparison to show anything."""
+
+COLUMNS = ("steps", "retracted", "retractions", "moves", "split", "hit_tokens")
 
 Tokens = list[tuple[int, ...]]
 
@@ -136,6 +138,20 @@ def run_alone(engine: Engine, drafts: Sequence[Draft]) -> Tokens:
     return found
 
 
+def print_header() -> None:
+    """Print the names of the columns."""
+    names = "".join(f"{name:>12}" for name in ("requests", *COLUMNS, "differing"))
+    tqdm.write(f"{'model':>14} {'way':>8}{names}")
+
+
+def print_way(report: dict, way: str) -> None:
+    """Print a line for a model that ran in a way, beside the progress bar."""
+    run = report["ways"][way]
+    counts = (report["requests"], *(run[name] for name in COLUMNS))
+    values = "".join(f"{count:>12}" for count in (*counts, len(run["differing"])))
+    tqdm.write(f"{report['model']:>14} {way:>8}{values}")
+
+
 def compare_model(
     name: str, *, num_requests: int, seed: int, ways: Sequence[str], progress: tqdm
 ) -> dict:
@@ -179,31 +195,15 @@ def compare_model(
             "differing": differing,
         }
         del report["ways"][way]["tokens"]
+        print_way(report, way)
         progress.update()
     return report
 
 
-COLUMNS = ("steps", "retracted", "retractions", "moves", "split", "hit_tokens")
-
-
-def print_header() -> None:
-    """Print the names of the columns."""
-    names = "".join(f"{name:>12}" for name in ("requests", *COLUMNS, "differing"))
-    tqdm.write(f"{'model':>14} {'way':>8}{names}")
-
-
-def print_model(report: dict) -> None:
-    """Print a line for each way of a model, beside the progress bar."""
-    for way, run in report["ways"].items():
-        counts = (report["requests"], *(run[name] for name in COLUMNS))
-        values = "".join(f"{count:>12}" for count in (*counts, len(run["differing"])))
-        tqdm.write(f"{report['model']:>14} {way:>8}{values}")
-
-
 def compare(
     names: Sequence[str], *, num_requests: int, seed: int, ways: Sequence[str]
-) -> dict:
-    """Run models in every way, print a table, and return the report."""
+) -> Iterator[dict]:
+    """Run models in every way and print a table; yield the report after each model."""
     started = time.monotonic()
     reports = []
     print_header()
@@ -212,26 +212,26 @@ def compare(
     ) as progress:
         for name in names:
             progress.set_description(name)
-            report = compare_model(
-                name,
-                num_requests=num_requests,
-                seed=seed,
-                ways=ways,
-                progress=progress,
+            reports.append(
+                compare_model(
+                    name,
+                    num_requests=num_requests,
+                    seed=seed,
+                    ways=ways,
+                    progress=progress,
+                )
             )
-            print_model(report)
-            reports.append(report)
-    runs = [run for report in reports for run in report["ways"].values()]
-    return {
-        **device_facts(),
-        "requests": sum(report["requests"] for report in reports),
-        "tokens": sum(report["tokens"] for report in reports),
-        "differing": sum(len(run["differing"]) for run in runs),
-        **{name: sum(run[name] for run in runs) for name in COUNTS},
-        "seed": seed,
-        "seconds": round(time.monotonic() - started, 1),
-        "models": reports,
-    }
+            runs = [run for report in reports for run in report["ways"].values()]
+            yield {
+                **device_facts(),
+                "requests": sum(report["requests"] for report in reports),
+                "tokens": sum(report["tokens"] for report in reports),
+                "differing": sum(len(run["differing"]) for run in runs),
+                **{name: sum(run[name] for run in runs) for name in COUNTS},
+                "seed": seed,
+                "seconds": round(time.monotonic() - started, 1),
+                "models": reports,
+            }
 
 
 def is_shown(report: dict) -> bool:
@@ -255,23 +255,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", choices=MODELS, action="append", help="only this one; repeatable"
     )
     parser.add_argument(
-        "--json", type=pathlib.Path, metavar="F", help="write the report to F"
+        "--way", choices=WAYS, action="append", help="only this one; repeatable"
+    )
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        metavar="F",
+        help="write the report to F, after each model",
     )
     arguments = parser.parse_args(argv)
     if arguments.requests < 1:
         parser.error(f"--requests {arguments.requests} must be 1 or more")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    report = compare(
+    report = {}
+    for report in compare(
         arguments.model or MODELS,
         num_requests=arguments.requests,
         seed=arguments.seed,
-        ways=WAYS,
-    )
+        ways=arguments.way or WAYS,
+    ):
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if is_shown(report) else 1
 
 

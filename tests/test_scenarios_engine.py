@@ -353,6 +353,42 @@ def test_a_program_between_steps_that_raises_costs_no_token(
     assert run.engine.stats().num_restarts == 1
 
 
+class BrokenResult:
+    """A result of a step that failed on the device: nobody knows before it is read."""
+
+    def copy_to_host_async(self):
+        pass
+
+    def is_ready(self):
+        return True
+
+    def __array__(self):
+        raise jax.errors.JaxRuntimeError("the device fell off the bus")
+
+
+def test_a_step_that_fails_on_the_device_is_noticed_one_step_late(
+    prompts, expected, monkeypatch
+):
+    run = Run(prompts)
+    steps, calls = run.engine.programs.steps, []
+
+    def breaking(step):
+        def run_step(*arguments):
+            state, static, results = step(*arguments)
+            calls.append(step)
+            if len(calls) == 5:
+                results = results.replace(drawn=BrokenResult())
+            return state, static, results
+
+        return run_step
+
+    for shape in steps:
+        monkeypatch.setitem(steps, shape, breaking(steps[shape]))
+    assert run.to_end() == expected
+    assert run.errors == {}
+    assert run.engine.stats().num_restarts == 1
+
+
 def test_out_of_memory_in_every_bucket_ends_all_and_the_engine_goes_on(
     prompts, expected, monkeypatch
 ):
