@@ -33,6 +33,7 @@ from tests.gpu_compile import (
     pool_sized_copies,
     requires_h200_compiler,
 )
+from tests.pools import POISON
 from ukv import ops
 from ukv.ids import KernelBlocks
 from ukv.layout import unified_layout
@@ -40,7 +41,7 @@ from ukv.ops import expanded_rows
 from ukv.ops.expanded_rows import WORKSPACE_BYTES
 from ukv.ops.extend_kernels import gqa_packed, mla_packed
 from ukv.ops.online_softmax import Scoring
-from ukv.pool import create_pool
+from ukv.pool import create_pool, write_entries
 from ukv.spec import AttentionSpec, MLASpec
 
 BF16 = {"store": "bf16", "compute": "bf16"}
@@ -528,6 +529,67 @@ def check_on_card(case):
     moved = run_gqa(case, make_gqa(case, seed=1), implementation="mosaic_gpu")
     for a, b in zip(result, moved, strict=1):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=1)
+
+
+def far_and_near(pool_bytes, implementation):
+    """Outputs over the same rows, once in the first pages and once in the last."""
+    spec = AttentionSpec(
+        name="full", num_layers=2, page_size=64, num_kv_heads=2, head_dim=128
+    )
+    layout = unified_layout([spec], pool_bytes=pool_bytes)
+    views = [layout.part_view("full", layer=1, part=part) for part in "kv"]
+    sub = layout.sub_pool("full")
+    rng = np.random.default_rng(3)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((300, heads, 128)), jnp.bfloat16)
+        for heads in (8, 2, 2)
+    )
+    position = np.arange(300)
+    for pages in (np.arange(1, 6), sub.num_pages - np.arange(1, 6)):
+        ids = pages.astype(np.int32) * sub.blocks_per_page
+        (buffer,) = create_pool(layout, fill_word=POISON).buffers
+        for view, values in zip(views, (k, v), strict=True):
+            blocks = ids[position // 64] + view.block_offset
+            rows = jnp.asarray(blocks * 64 + position % 64, jnp.int32)
+            buffer = put(buffer, view, rows, values)
+        yield jit_attention(
+            q,
+            (buffer,),
+            *views,
+            KernelBlocks(ids=jnp.asarray(ids[None]), sub_pool="full"),
+            cu_query_lens=jnp.asarray([0, 300], jnp.int32),
+            kv_lens=jnp.asarray([300], jnp.int32),
+            max_query_len=300,
+            softmax_scale=0.1,
+            implementation=implementation,
+        )
+
+
+put = jax.jit(write_entries, static_argnums=1, donate_argnums=0)
+jit_attention = jax.jit(
+    ops.gqa_attention,
+    static_argnames=(
+        "k_view",
+        "v_view",
+        "max_query_len",
+        "softmax_scale",
+        "implementation",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "implementation"),
+    [
+        (1 << 21, "xla"),
+        pytest.param(9 << 30, "mosaic_gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_far_pages(pool_bytes, implementation):
+    near, far = far_and_near(pool_bytes, implementation)
+    for a, b in zip(near, far, strict=True):
+        assert np.isfinite(np.asarray(a, np.float32)).all()
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
 @pytest.mark.gpu
