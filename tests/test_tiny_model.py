@@ -1,0 +1,79 @@
+"""The trained tiny model behind the engine: it answers problems it never saw."""
+
+import json
+import re
+
+from models.named import TINY, find_model, load_found, read_tokenizer
+from scripts.arithmetic_problems.problem_set import problem_set
+from scripts.arithmetic_problems.tokenizer import END, build_tokenizer
+from scripts.tiny_training.parameters import model_config
+from tests.engine_runs import greedy, run_all
+from tests.pools import POISON
+from ukv.engine import Engine, EngineConfig
+
+NUM_PROBLEMS = 16
+
+
+def test_its_files_are_those_that_the_scripts_write():
+    tokenizer = build_tokenizer()
+    stored = json.loads((TINY / "tokenizer.json").read_text())
+    assert json.loads(tokenizer.to_str()) == stored
+    config = model_config(
+        tokenizer.get_vocab_size(),
+        tokenizer.token_to_id(END),
+        num_layers=8,
+        hidden=192,
+    )
+    assert json.loads((TINY / "config.json").read_text()) == config
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 12e6
+
+
+def test_it_is_the_released_architecture():
+    model = load_found(find_model("tiny"), dtype="float32", progress=False).model
+    assert model.kda_layers == (0, 1, 2, 4, 5, 6)
+    assert model.latent_layers == (3, 7)
+    assert model.moe.layers == (1, 2, 3, 4, 5, 6, 7)
+    assert model.moe.num_shared == 1
+
+
+def test_its_log_says_how_it_was_trained():
+    lines = (TINY / "train_log.jsonl").read_text().splitlines()
+    run, *steps = map(json.loads, lines)
+    assert {"device", "dtype", "jax", "parameters", "arguments"} <= run.keys()
+    judged = [line for line in steps if "accuracy" in line]
+    assert judged
+    assert all(line["accuracy"] >= 0.9 for line in judged)
+
+
+def test_the_engine_answers_held_out_problems():
+    path = find_model("tiny")
+    loaded = load_found(path, dtype="float32", progress=False)
+    tokenizer = read_tokenizer(path)
+    drawn = problem_set(1, NUM_PROBLEMS, "test")
+    engine = Engine(
+        loaded.model,
+        loaded.weights,
+        pool_bytes=12 << 20,
+        config=EngineConfig(
+            page_size=64,
+            dtype="float32",
+            max_rows=8,
+            max_kv_len=512,
+            max_step_tokens=256,
+            decode_buckets=(8,),
+            prefill_buckets=(256,),
+            fill_word=POISON,
+        ),
+    )
+    found = run_all(
+        engine,
+        [tokenizer.encode(drawn.prompt(problem)) for problem in drawn.problems],
+        [greedy(64, stop_token_ids=tuple(tokenizer.stop_tokens))] * NUM_PROBLEMS,
+    )
+    num_right = 0
+    for problem, tokens in zip(drawn.problems, found, strict=True):
+        text = tokenizer.decode(tokens).removesuffix(END)
+        num_right += re.findall(r"#### (\d+)$", text) == [str(problem.number)]
+    assert num_right >= 0.9 * NUM_PROBLEMS
+    # The worked examples were computed once.
+    assert engine.stats().prefix_hit_tokens >= 8 * 384
