@@ -176,7 +176,7 @@ class Row:
 class PlayedEngine:
     """A scheduler over a played device; results come one step behind."""
 
-    def __init__(self, scheduler, *, vocab_size=150):
+    def __init__(self, scheduler, *, vocab_size):
         self.scheduler = scheduler
         self.device = PlayedDevice(scheduler.ledger.layout, vocab_size)
         self.num_steps, self.flying = 0, []

@@ -34,7 +34,7 @@ def layout_of(kind, is_unified=True, pages=None):
     return static_layout(specs, num_pages=pages)
 
 
-def played(kind, *, is_unified=True, pages=None, **fields):
+def played(kind, *, is_unified=True, pages=None, vocab_size=150, **fields):
     layout = layout_of(kind, is_unified, pages)
     spec = PrefixSpec.of(layout)
     config = EngineConfig(
@@ -44,7 +44,7 @@ def played(kind, *, is_unified=True, pages=None, **fields):
         max_step_tokens=3 * spec.grid,
         **fields,
     )
-    return PlayedEngine(Scheduler(config, Ledger(layout, spec)))
+    return PlayedEngine(Scheduler(config, Ledger(layout, spec)), vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -56,11 +56,16 @@ def test_rows_begin_with_what_was_computed_for_the_same_tokens(
     num_hit = num_retractions = num_finished = 0
     for seed in range(2):
         rng = random.Random(seed)
-        run = played(kind, is_unified=is_unified, decode_steps=decode_steps)
+        run = played(
+            kind,
+            is_unified=is_unified,
+            decode_steps=decode_steps,
+            vocab_size=(9, 10**6)[seed],  # few or many tokens before a row stops
+        )
         grid = PrefixSpec.of(run.scheduler.ledger.layout).grid
         roots = [[rng.randrange(9) for _ in range(4 * grid)] for _ in range(3)]
         added = []
-        for name in range(20):
+        for name in range(16):
             root = rng.choice(roots)
             more = [rng.randrange(9) for _ in range(rng.randrange(grid))]
             prompt = root[: rng.randrange(1, len(root))] + more
@@ -75,6 +80,8 @@ def test_rows_begin_with_what_was_computed_for_the_same_tokens(
             if rng.random() < 0.15 and victim.finish_reason is None:
                 reason = rng.choice([FinishReason.ABORT, FinishReason.ERROR])
                 run.scheduler.finish(victim, reason)
+        # Together they grow past the pool, so one gives its pages to the other.
+        added += [run.add(name, [name], 8 * grid) for name in range(20, 23)]
         run.close()
         assert all(sequence.finish_reason for sequence in added)
         num_finished += len(run.ended)
@@ -82,4 +89,22 @@ def test_rows_begin_with_what_was_computed_for_the_same_tokens(
         num_retractions += run.scheduler.num_retractions
     assert num_finished > 20
     assert num_hit
-    assert num_retractions, (num_finished, num_hit)
+    assert num_retractions
+
+
+@pytest.mark.parametrize("decode_steps", [1, 3])
+@pytest.mark.parametrize(("vocab_size", "num_new"), [(150, 2), (1, 8)])
+def test_the_last_token_of_a_request_is_not_in_its_pages(
+    vocab_size, num_new, decode_steps
+):
+    # With one token in the vocabulary, the stop token, a row stops at once, while the
+    # host plans on. Either way 12 tokens are known, and only 11 were fed.
+    run = played("pages", vocab_size=vocab_size, decode_steps=decode_steps)
+    first = run.add("first", [5] * (12 - (2 if vocab_size > 1 else 1)), num_new)
+    run.run()
+    known = first.tokens(0, first.target_len)[:12]
+    assert len(first.generated) == (2 if vocab_size > 1 else 1)
+    run.add("second", [*known, 5, 5, 5], 1)
+    run.run()
+    assert run.scheduler.holdings.num_hit == 8
+    run.close()
