@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import re
 
 import jax
 import jax.numpy as jnp
@@ -272,6 +273,29 @@ def test_compiled_in_place(batch, query_len, heads, page_size):
     row_bytes = batch * columns * (WIDTH + 512) * 2
     assert program.temp_bytes < part_bytes + 2 * row_bytes + (1 << 20)
     assert pool_sized_copies(program.hlo_text, 1 << 30) == []
+
+
+@requires_h200_compiler
+def test_layers_share_one_plan_and_one_command_buffer():
+    def attend(pool, table, kv_lens, queries):
+        sizes = {"page_size": 64, "softmax_scale": 0.1}
+        return pool, [
+            mla_decode(q, pool, table, kv_lens, block_offset=layer, **sizes)
+            for layer, q in enumerate(queries)
+        ]
+
+    program = compile_for_h200(
+        attend,
+        jax.ShapeDtypeStruct((POOL_ROWS, WIDTH // 2), jnp.uint32),
+        jax.ShapeDtypeStruct((64, 8), jnp.int32),
+        jax.ShapeDtypeStruct((64,), jnp.int32),
+        [jax.ShapeDtypeStruct((64, 1, 32, WIDTH), jnp.bfloat16)] * 3,
+        donate_argnums=0,
+        thunks=True,
+    )
+    assert program.top_thunks == ["kCommandBuffer"]
+    assert program.thunk_text.count("kCustomKernel ") <= 5  # the plan, by XLA
+    assert len(re.findall(r"\d: kCustomCall ", program.thunk_text)) == 3 * 2
 
 
 # On a card

@@ -344,7 +344,7 @@ def attend(
                 lax.fori_loop(0, num_pairs, load_pair, pair_of(part, 0))
                 return done + num_pairs
 
-            _, done = my_parts(attend_part, jnp.int32(0))
+            done = my_parts(attend_part, jnp.int32(0))[1]
             # The simulator wants every arrival to be waited for, and a CTA of a
             # cluster must not leave before the last arrival of its peer.
             if interpret or is_paired:
