@@ -278,7 +278,15 @@ def simulate(case, data, config):
     )
 
 
-@pytest.mark.parametrize(("case", "config"), SIMULATED.values(), ids=SIMULATED.keys())
+def cases_of(cases, *, slow):
+    """Parameters for pytest; what the names in `slow` show, others show too."""
+    return [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in slow))
+        for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("case", "config"), cases_of(SIMULATED, slow=("P128-pieces",)))
 def test_simulated(case, config):
     data = make_gqa(case)
     result = simulate(case, data, config)
@@ -305,7 +313,7 @@ jit_mla_packed = jax.jit(
 
 
 @pytest.mark.parametrize(
-    ("case", "piece_len"), SIMULATED_MLA.values(), ids=SIMULATED_MLA.keys()
+    ("case", "piece_len"), cases_of(SIMULATED_MLA, slow=("P16-mixed", "P128-e4m3"))
 )
 def test_simulated_mla(case, piece_len):
     data = make_mla(case)
