@@ -358,16 +358,43 @@ def gqa_extend(
     return out, lse
 
 
+# Compute capabilities whose multiprocessors have 160 KB of shared memory and more for
+# one program; others have 99.
+_LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")
+
+
 def default_config(
-    widest: int, window: int | None, dtype: typing.Any
+    widest: int,
+    window: int | None,
+    dtype: typing.Any,
+    *,
+    capability: str | None = None,
 ) -> GqaExtendTritonConfig:
-    """Returns a tile that fits the registers and the shared memory of a Hopper card."""
+    """Returns a tile that fits the registers and the shared memory of a card.
+
+    Args:
+        widest: columns of the wider of the tiles of K and V.
+        window: tokens a query sees, or None.
+        dtype: of the queries.
+        capability: compute capability such as "9.0"; None means the first device's.
+    """
+    if capability is None:
+        capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    is_large = capability in _LARGE_SHARED_MEMORY
     if jnp.dtype(dtype).itemsize == 4:
+        if widest <= 128:
+            return GqaExtendTritonConfig(
+                block_m=32, block_kv=32, num_warps=4, num_stages=2
+            )
         return GqaExtendTritonConfig(
-            block_m=32, block_kv=32 if widest <= 128 else 16, num_warps=4, num_stages=2
+            block_m=32 if is_large else 16, block_kv=16, num_warps=4, num_stages=2
         )
     if widest > 128:
-        return GqaExtendTritonConfig(block_kv=32, num_stages=3 if widest <= 256 else 2)
+        return GqaExtendTritonConfig(
+            block_m=128 if is_large else 64,
+            block_kv=32,
+            num_stages=3 if is_large else 2,
+        )
     if window is not None and window < 512:
         # The larger the tile, the more of its blocks are cut by a window's ends.
         return GqaExtendTritonConfig(block_m=64, block_kv=32, num_warps=4)

@@ -139,6 +139,57 @@ def test_extend_multiplies_in_warpgroups_and_does_not_spill(launched, name):
     assert "cp.async.cg.shared.global" in compiled.ptx
 
 
+# Dtype and widths, and the shared memory of a program on a card of that capability.
+SMALL_CARDS = {
+    "llama": ("bfloat16", 128, 86),
+    "wide": ("bfloat16", 256, 89),
+    "wide-f32": ("float32", 256, 86),
+    "wide-consumer-blackwell": ("bfloat16", 256, 120),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", SMALL_CARDS)
+def test_kernels_fit_cards_with_little_shared_memory(monkeypatch, name):
+    dtype, width, capability = SMALL_CARDS[name]
+    shared = []
+
+    def record(kernel, *operands, outputs, num_warps=4, num_stages=1, **options):
+        del options["grid"]
+        dtypes = tuple(np.dtype(x.dtype).name for x in [*operands, *outputs])
+        constants = tuple(sorted(options.items()))
+        compiled = compile_kernel(
+            kernel, dtypes, constants, num_warps, num_stages, capability
+        )
+        shared.append(compiled.shared_bytes)
+        return outputs
+
+    place = part(dtype, 4, width, 64)
+    sizes = {"k": place, "v": place, "softmax_scale": 0.1}
+    config = gqa_extend_triton.default_config(
+        width, None, dtype, capability=f"{capability // 10}.{capability % 10}"
+    )
+    for module in (gqa_decode_triton, gqa_extend_triton):
+        monkeypatch.setattr(module, "launch", record)
+    gqa_extend_triton.gqa_extend(
+        jax.ShapeDtypeStruct((512, 8, width), jnp.dtype(dtype)),
+        POOL,
+        POOL,
+        *shapes((1, 8), (2,), (1,)),
+        config=config,
+        **sizes,
+    )
+    gqa_decode_triton.gqa_decode(
+        jax.ShapeDtypeStruct((2, 1, 8, width), jnp.dtype(dtype)),
+        POOL,
+        POOL,
+        *shapes((2, 64), (2,)),
+        **sizes,
+    )
+    assert len(shared) == 3
+    assert max(shared) <= 99 << 10
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_writes_move_16_bytes_at_a_time(launched):
     place = kv_write_triton.EntryPlace(block=1, block_words=64 * 512, entry_words=512)
