@@ -11,10 +11,14 @@ Importing this module imports Triton.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.delta_decode_kernel import delta_decode_kernel
+from pallas_kernels.delta_decode_kernel import (
+    delta_decode_kernel,
+    delta_decode_two_pools_kernel,
+)
+from pallas_kernels.part_place import PartPlace
 from pallas_kernels.triton_launch import launch
 
 MAX_CLUSTER = 8
@@ -59,37 +63,9 @@ def default_config(rows: int, values_per_key: int, value_dim: int) -> DeltaDecod
     return DeltaDecodeConfig(block_v=max(block_v, smallest), lane_keys=lane_keys)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotPlace:
-    """Where the parts of one layer lie, counted in rows of the pool.
-
-    Slot `s` of the batch starts at row `s`; the parts of the layer lie at the same
-    distance from it in every slot.
-
-    Attributes:
-        row_words: uint32 words of a row, a multiple of 4.
-        num_rows: rows of the pool.
-        state_row: rows from a slot's start to the layer's state.
-        window_row: rows from a slot's start to the layer's window.
-        state_dtype: float32, bfloat16 or float16.
-        window_dtype: float32, bfloat16 or float16.
-    """
-
-    row_words: int
-    num_rows: int
-    state_row: int
-    window_row: int
-    state_dtype: str
-    window_dtype: str
-
-    def __post_init__(self):
-        """Checks the ranges."""
-        if self.row_words % 4:
-            raise ValueError(f"{self.row_words=} must be a multiple of 4")
-
-
 def delta_decode(
-    buffer: UInt32[Array, "pool_rows words"],
+    buffer: UInt32[Array, "state_rows state_words"],
+    windows: UInt32[Array, "window_rows window_words"] | None,
     qkv: Float[Array, "rows query_len channels"],
     gate_logits: Float[Array, "rows query_len gates"],
     beta_logits: Float[Array, "rows query_len heads"],
@@ -101,19 +77,21 @@ def delta_decode(
     is_fresh: Bool[Array, " rows"],
     *,
     num_key_heads: int,
-    key_dim: int,
-    place: SlotPlace,
+    state: PartPlace,
+    window: PartPlace,
     lower_bound: float | None = None,
     is_silu: bool = True,
     config: DeltaDecodeConfig | None = None,
 ) -> tuple[
-    UInt32[Array, "pool_rows words"],
+    UInt32[Array, "state_rows state_words"],
+    UInt32[Array, "window_rows window_words"] | None,
     Float[Array, "rows query_len heads value_dim"],
 ]:
     """Advances the windows and states of a batch by its tokens, in place.
 
     Args:
         buffer: the whole pool.
+        windows: the whole pool of windows; None if they lie in `buffer`.
         qkv: raw inputs of the convolution: q of all key heads, then k, then v.
         gate_logits: before the gate; per head, or per head and key channel.
         beta_logits: before the sigmoid.
@@ -125,22 +103,21 @@ def delta_decode(
             row reads and writes nothing and its output is 0.
         is_fresh: whether a row starts from zeros, whatever its slot holds.
         num_key_heads: heads of q and of k; they divide the heads.
-        key_dim: elements of a key, a power of two.
-        place: where the parts lie.
+        state: where the states lie, `[heads, value_dim, key_dim]`.
+        window: where the windows lie, `[3, channels]`.
         lower_bound: of the bounded gate; None for the softplus gate.
         is_silu: whether the convolution ends in SiLU.
         config: tuning; the default depends on the batch.
 
     Returns:
-        The pool, and the outputs in the dtype of `qkv`.
+        The pool or pools, and the outputs in the dtype of `qkv`.
 
     Raises:
         ValueError: a dimension is no power of two, or the programs that share a
             window are more than a cluster can hold.
     """
-    rows, query_len, channels = qkv.shape
-    heads = a_log.shape[0]
-    value_dim = (channels - 2 * num_key_heads * key_dim) // heads
+    rows, query_len, _ = qkv.shape
+    heads, value_dim, key_dim = state.shape
     for name, dim in (("key_dim", key_dim), ("value_dim", value_dim)):
         if dim < 16 or dim & (dim - 1):
             raise ValueError(f"{name}={dim} must be a power of two, at least 16")
@@ -157,9 +134,11 @@ def delta_decode(
             f"{block_v=} makes {cluster_size} programs for the {value_dim} values of "
             f"the {heads // num_key_heads} heads of a key head: at most {MAX_CLUSTER}"
         )
-    state_bytes = heads * value_dim * key_dim * jnp.dtype(place.state_dtype).itemsize
-    pool, out = launch(
-        delta_decode_kernel,
+    # Of one pool a kernel gets one pointer: it may not be passed twice.
+    pools = [buffer] if windows is None else [buffer, windows]
+    kernels = (delta_decode_kernel, delta_decode_two_pools_kernel)
+    *pools, out = launch(
+        kernels[len(pools) - 1],
         qkv,
         gate_logits,
         beta_logits,
@@ -169,14 +148,16 @@ def delta_decode(
         dt_bias,
         slots,
         is_fresh,
-        # As an array, so that one compiled kernel serves all layers.
-        jnp.asarray([place.state_row, place.window_row], jnp.int32),
-        buffer,
+        # As arrays, so that one compiled kernel serves all layers; NumPy arrays, which
+        # are constants of the program and not more arguments of it.
+        np.asarray([state.row], np.int32),
+        np.asarray([window.row], np.int32),
+        *pools,
         outputs=[
-            jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
             jax.ShapeDtypeStruct((rows, query_len, heads, value_dim), qkv.dtype),
         ],
-        aliases={10: 0},
+        aliases={11 + i: i for i in range(len(pools))},
         grid=(rows * heads * num_blocks,),
         num_warps=config.num_warps,
         cluster_size=cluster_size,
@@ -187,13 +168,14 @@ def delta_decode(
         V=value_dim,
         BLOCK_V=block_v,
         LANE_KEYS=lane_keys,
-        STATE_DTYPE=place.state_dtype,
-        WINDOW_DTYPE=place.window_dtype,
+        STATE_DTYPE=state.dtype,
+        WINDOW_DTYPE=window.dtype,
         IS_PER_CHANNEL=dt_bias.shape[0] != heads,
         LOWER_BOUND=lower_bound,
         HAS_BIAS=bias is not None,
         IS_SILU=is_silu,
-        ROW_WORDS=place.row_words,
-        LAST_ROW=place.num_rows - -(-state_bytes // (4 * place.row_words)),
+        STATE_ROW_WORDS=state.row_words,
+        WINDOW_ROW_WORDS=window.row_words,
+        LAST_ROW=state.last_row,
     )
-    return pool, out
+    return pools[0], None if windows is None else pools[1], out

@@ -154,7 +154,7 @@ def compile_kernel(
 
 def launch(
     kernel: triton.JITFunction,
-    *operands: Array,
+    *operands: Array | np.ndarray,
     outputs: collections.abc.Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
     aliases: collections.abc.Mapping[int, int] | None = None,
@@ -167,7 +167,7 @@ def launch(
 
     Args:
         kernel: function under `triton.jit`.
-        *operands: arrays.
+        *operands: arrays. A NumPy array becomes a constant of the program.
         outputs: shapes and dtypes of its outputs, uninitialised but for the aliased.
         grid: programs along x, y and z, up to three numbers.
         aliases: index of the operand whose memory an output takes, by index of the

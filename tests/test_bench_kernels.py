@@ -76,6 +76,8 @@ def test_case_names_what_exists(case):
         "page_move": "copy_pages",
         "kv_write": "write_kv",
         "gqa_extend": "gqa_attention",
+        "kda_decode": "kda_decode_step",
+        "gdn_decode": "gdn_decode_step",
     }.get(case.op, case.op)
     assert set(case.implementations) <= {line.implementation for line in SUPPORT[op]}
     assert case.moved_bytes > 0

@@ -441,7 +441,9 @@ def test_layers_are_one_kernel_each_in_one_command_buffer(kind, rows, query_len)
     assert program.temp_bytes < 1 << 20
     assert not pool_sized_copies(program.hlo_text, 1 << 20)
     assert program.top_thunks == ["kCommandBuffer"]
+    # Nothing else runs: no copy, no constant that is filled anew.
     assert program.thunk_text.count("delta_decode_kernel") == num_layers
+    assert len(program.thunk_text.strip().splitlines()) == 1 + num_layers
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -157,6 +157,15 @@ _STEP_KERNEL = Support(
     widths=tuple((k, v, 4) for k, v in _HEADS),
 )
 
+_CHUNK_KERNEL = Support(
+    implementation="triton",
+    platforms=("gpu",),
+    min_capability=90,
+    storage_dtypes=("float32", "bfloat16"),
+    compute_dtypes=("bfloat16",),
+    widths=_HEADS,
+)
+
 # Best first. A kernel adds its line above the reference.
 SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "copy_pages": (
@@ -231,9 +240,9 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "kda_decode_step": (_STEP_KERNEL, _STATE_REFERENCE),
     "gdn_decode_step": (_STEP_KERNEL, _STATE_REFERENCE),
     "kda_decode": (_STATE_REFERENCE,),
-    "kda_prefill": (_STATE_REFERENCE,),
+    "kda_prefill": (_CHUNK_KERNEL, _STATE_REFERENCE),
     "gdn_decode": (_STATE_REFERENCE,),
-    "gdn_prefill": (_STATE_REFERENCE,),
+    "gdn_prefill": (_CHUNK_KERNEL, _STATE_REFERENCE),
     "short_conv_decode": (_STATE_REFERENCE,),
     "short_conv_prefill": (_STATE_REFERENCE,),
 }

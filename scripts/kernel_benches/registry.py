@@ -9,7 +9,7 @@ from typing import Any
 
 from scripts.kernel_benches.case import BenchCase
 
-MODULES = ("gqa", "memory", "mla", "mla_extend")
+MODULES = ("gqa", "memory", "mla", "mla_extend", "recurrent")
 """Modules of this package with a function ``cases() -> list[BenchCase]``."""
 
 

@@ -74,8 +74,8 @@ def require_case(
     view: PartView,
     tokens: DeltaTokens,
     implementation: Implementation | None,
-) -> None:
-    """Check the view's entry against the tokens, and that someone runs the op.
+) -> Implementation:
+    """Check the view's entry against the tokens, and return who runs the op.
 
     Raises:
       ValueError: The view's entry is not ``[heads, value_dim, key_dim]``.
@@ -94,7 +94,7 @@ def require_case(
         compute_dtype=tokens.v.dtype.name,
         widths=(key_dim, value_dim),
     )
-    resolve(op, implementation, case)
+    return resolve(op, implementation, case)
 
 
 def activate(

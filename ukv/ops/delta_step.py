@@ -6,20 +6,18 @@ that reads and writes each state once. The reference is made of the ops of the p
 """
 
 import dataclasses
-import importlib
-from types import ModuleType
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ukv.errors import UnsupportedError
-from ukv.ids import KernelBlocks, require_ids
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
+from ukv.ops.delta_kernels import place_of, slot_ids
 from ukv.ops.delta_states import DeltaTokens
 from ukv.ops.gdn import GdnGate, gdn_decode
+from ukv.ops.gpu_kernels import triton_kernels
 from ukv.ops.kda import KdaGate, kda_decode, require_bound
 from ukv.ops.short_conv import ShortConv, require_window, short_conv_decode
 from ukv.ops.state_slots import StateSlots
@@ -187,15 +185,14 @@ def _decode_step_triton(
     key_heads: int,
 ) -> tuple[Buffers, Float[Array, "rows query_len heads value_dim"]]:
     state, window = views.recurrent, views.conv
-    if (state.row_bytes, state.buffer_index) != (window.row_bytes, window.buffer_index):
-        raise ValueError(f"{state=} and {window=} are not parts of one slot")
-    ids = require_ids(
-        slots.slots, KernelBlocks, owner=state.sub_pool, argument="slots"
-    ).ids
     rows, query_len = tokens.qkv.shape[:2]
     written = list(buffers)
-    written[state.buffer_index], out = _kernels().delta_decode(
+    is_one_pool = state.buffer_index == window.buffer_index
+    written[state.buffer_index], windows, out = triton_kernels(
+        "delta_decode"
+    ).delta_decode(
         buffers[state.buffer_index],
+        None if is_one_pool else buffers[window.buffer_index],
         tokens.qkv,
         tokens.gate_logits.reshape(rows, query_len, -1),
         tokens.beta_logits,
@@ -203,30 +200,14 @@ def _decode_step_triton(
         conv.bias,
         gate.a_log,
         gate.dt_bias.reshape(-1),
-        ids,
+        slot_ids(state, slots.slots, "slots"),
         slots.is_fresh,
         num_key_heads=key_heads,
-        key_dim=state.shape[2],
-        place=_kernels().SlotPlace(
-            row_words=state.row_words,
-            num_rows=state.num_rows,
-            state_row=state.row_offset,
-            window_row=window.row_offset,
-            state_dtype=state.dtype.name,
-            window_dtype=window.dtype.name,
-        ),
+        state=place_of(state),
+        window=place_of(window),
         lower_bound=getattr(gate, "lower_bound", None),
         is_silu=conv.is_silu,
     )
+    if windows is not None:
+        written[window.buffer_index] = windows
     return tuple(written), out
-
-
-def _kernels() -> ModuleType:
-    """Return the module of the kernel, which imports Triton."""
-    try:
-        return importlib.import_module("pallas_kernels.delta_decode")
-    except ImportError as error:
-        raise UnsupportedError(
-            "decode step: implementation 'triton' needs Triton, which is not "
-            "installed; install ukv[cuda12], or choose 'xla'"
-        ) from error

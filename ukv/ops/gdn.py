@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
+from ukv.ops.delta_kernels import prefill_states_triton
 from ukv.ops.delta_states import (
     DeltaTokens,
     decode_states,
@@ -128,7 +129,17 @@ def gdn_prefill(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    require_case("gdn_prefill", view, tokens, implementation)
+    chosen = require_case("gdn_prefill", view, tokens, implementation)
+    if chosen == "triton":
+        return prefill_states_triton(
+            buffers,
+            view,
+            tokens,
+            gate.a_log,
+            gate.dt_bias,
+            cu_query_lens,
+            slots,
+        )
     return prefill_states(
         buffers,
         view,

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
+from ukv.ops.delta_kernels import prefill_states_triton
 from ukv.ops.delta_states import (
     DeltaTokens,
     decode_states,
@@ -149,7 +150,19 @@ def kda_prefill(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    require_case("kda_prefill", view, tokens, implementation)
+    chosen = require_case("kda_prefill", view, tokens, implementation)
+    if chosen == "triton":
+        require_bound(gate)
+        return prefill_states_triton(
+            buffers,
+            view,
+            tokens,
+            gate.a_log,
+            gate.dt_bias,
+            cu_query_lens,
+            slots,
+            lower_bound=gate.lower_bound,
+        )
     return prefill_states(
         buffers,
         view,

@@ -177,7 +177,10 @@ def short_conv_prefill(
         return jnp.where(is_past, window[row, past], x[token].astype(jnp.float32))
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(cu_query_lens[1:], token, side="right").astype(jnp.int32)
+    # The default method is a loop, which the host drives on a GPU.
+    row = jnp.searchsorted(
+        cu_query_lens[1:], token, side="right", method="compare_all"
+    ).astype(jnp.int32)
     row = jnp.minimum(row, starts.shape[0] - 1)
     place = token - starts[row]
     taps = [input_at(row, place - num_past + j) for j in range(num_past + 1)]

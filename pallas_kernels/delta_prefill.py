@@ -1,0 +1,286 @@
+"""Chunked prefill of a gated delta rule layer, in place on the pool (Triton).
+
+Rows of unequal length are packed one after the other and cut into chunks of 64 tokens
+each. `delta_chunk_kernel` computes of all chunks at once what needs no state,
+`delta_scan_kernel` takes the states from chunk to chunk. What passes between them is
+made for a segment of chunks at a time: a few arrays of the size of its activations.
+
+Importing this module imports Triton.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from pallas_kernels.delta_chunk_kernel import (
+    delta_gate_kernel,
+    delta_keys_kernel,
+    delta_queries_kernel,
+)
+from pallas_kernels.delta_scan_kernel import delta_scan_kernel
+from pallas_kernels.part_place import PartPlace
+from pallas_kernels.triton_launch import launch
+
+CHUNK = 64
+
+Checkpoints = tuple[Int32[Array, "rows checkpoints"], Int32[Array, "rows checkpoints"]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaPrefillConfig:
+    """Tuning of the prefill.
+
+    Attributes:
+        part: key channels that the kernels of a chunk hold in registers at a time.
+        keys_warps: warps of a program that inverts a chunk.
+        queries_warps: warps of a program that multiplies a chunk's queries.
+        block_v: value rows of a program that scans; None takes few for few rows.
+        stages: chunks that a scan loads ahead.
+        segment: chunks of a segment. A state rests in the pool between two of them,
+            rounded if it is stored in bfloat16.
+    """
+
+    part: int = 32
+    keys_warps: int = 4
+    queries_warps: int = 4
+    block_v: int | None = None
+    stages: int = 3
+    segment: int = 2048
+
+    def __post_init__(self):
+        """Checks the ranges."""
+        for name in ("part", "keys_warps", "queries_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+        if self.segment < 1:
+            raise ValueError(f"{self.segment=} must be at least 1")
+
+
+def cut_into_chunks(
+    cu_query_lens: Int32[Array, " bounds"], num_tokens: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Cuts packed rows, and the tokens after the last one, into chunks.
+
+    Example: rows of 130 and 1 token in an array of 140 are chunks of 64, 64, 2 and 1
+    tokens, and one of the 9 tokens of no row.
+
+    Args:
+        cu_query_lens: exclusive prefix sum of the lengths.
+        num_tokens: tokens of the arrays.
+
+    Returns:
+        Of each chunk the first token, the number of tokens (0 past the last chunk) and
+        the row; of each row, the last being that of the tokens of no row, the first
+        chunk and the number of chunks.
+    """
+    num_rows = cu_query_lens.shape[0] - 1
+    starts = cu_query_lens
+    ends = jnp.concatenate([cu_query_lens[1:], jnp.full((1,), num_tokens, jnp.int32)])
+    lens = ends - starts
+    counts = -(-lens // CHUNK)
+    last_chunks = jnp.cumsum(counts, dtype=jnp.int32)
+    first_chunks = last_chunks - counts
+    max_chunks = (num_tokens + (CHUNK - 1) * (num_rows + 1)) // CHUNK
+    chunk = jnp.arange(max_chunks, dtype=jnp.int32)
+    # Not a search: it would be a loop, which the host drives.
+    is_behind = last_chunks[None, :] <= chunk[:, None]
+    rows = jnp.minimum(jnp.sum(is_behind, axis=1, dtype=jnp.int32), num_rows)
+    done = (chunk - first_chunks[rows]) * CHUNK
+    sizes = jnp.clip(lens[rows] - done, 0, CHUNK)
+    return starts[rows] + done, sizes, rows, first_chunks, counts
+
+
+def delta_prefill(
+    buffer: UInt32[Array, "pool_rows words"],
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens heads value_dim"],
+    gate_logits: Float[Array, "tokens gates"],
+    beta_logits: Float[Array, "tokens heads"],
+    a_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " gates"],
+    cu_query_lens: Int32[Array, " bounds"],
+    slots: Int32[Array, " rows"],
+    is_fresh: Bool[Array, " rows"],
+    checkpoints: Checkpoints | None,
+    *,
+    state: PartPlace,
+    lower_bound: float | None = None,
+    config: DeltaPrefillConfig | None = None,
+) -> tuple[UInt32[Array, "pool_rows words"], Float[Array, "tokens heads value_dim"]]:
+    """Advances the states of packed rows, in place.
+
+    Args:
+        buffer: the whole pool.
+        q: queries, not normalised.
+        k: keys, not normalised.
+        v: values.
+        gate_logits: before the gate; per head, or per head and key channel.
+        beta_logits: before the sigmoid.
+        a_log: of the gate.
+        dt_bias: of the gate, added to the logits.
+        cu_query_lens: exclusive prefix sum of the rows' lengths.
+        slots: first row of each slot. One that does not lie in the pool is absent: its
+            row reads and writes nothing and its outputs are 0.
+        is_fresh: whether a row starts from zeros, whatever its slot holds.
+        checkpoints: slots that get a state from inside a row, absent ones for none,
+            and after how many tokens of the row: a multiple of 64 up to its length. At
+            any other number nothing is written.
+        state: where the states lie, `[heads, value_dim, key_dim]`.
+        lower_bound: of the bounded gate; None for the softplus gate.
+        config: tuning.
+
+    Returns:
+        The pool, and the outputs in the dtype of `v`; 0 for tokens of no row.
+
+    Raises:
+        ValueError: a dimension is no power of two of at least 16.
+    """
+    config = DeltaPrefillConfig() if config is None else config
+    heads, value_dim, key_dim = state.shape
+    for name, dim in (("key_dim", key_dim), ("value_dim", value_dim)):
+        if dim < 16 or dim & (dim - 1):
+            raise ValueError(f"{name}={dim} must be a power of two, at least 16")
+    num_tokens, num_rows = v.shape[0], slots.shape[0]
+    starts, sizes, rows, first_chunks, counts = cut_into_chunks(
+        cu_query_lens, num_tokens
+    )
+    absent = np.full((1,), -1, np.int32)
+    slots = jnp.concatenate([slots, absent])
+    is_fresh = jnp.concatenate([is_fresh, np.zeros((1,), np.bool_)])
+    is_live = (slots >= 0) & (slots <= state.num_rows)
+    live_sizes = jnp.where(is_live[rows], sizes, 0)
+    num_checkpoints, to_slots, after_chunks = 0, absent, absent
+    if checkpoints is not None:
+        to_slots, lens = checkpoints
+        num_checkpoints = lens.shape[1]
+        is_wanted = (lens >= 0) & (lens <= jnp.diff(cu_query_lens)[:, None])
+        is_wanted &= lens % CHUNK == 0
+        after_chunks = jnp.where(is_wanted, lens // CHUNK, -1).reshape(-1)
+        to_slots = to_slots.reshape(-1)
+    max_chunks = starts.shape[0]
+    segment_chunks = min(config.segment, max_chunks)
+    num_segments = -(-max_chunks // segment_chunks)
+    padding = (0, num_segments * segment_chunks - max_chunks)
+    starts, sizes, live_sizes = (
+        jnp.pad(x, padding) for x in (starts, sizes, live_sizes)
+    )
+    is_per_channel = dt_bias.shape[0] != heads
+    offset = np.asarray([state.row], np.int32)
+    sizes_of_heads = {"H": heads, "K": key_dim, "LOWER_BOUND": lower_bound}
+    key_sizes = {
+        **sizes_of_heads,
+        "KEY_HEADS": q.shape[1],
+        "PART": min(config.part, key_dim),
+        "IS_PER_CHANNEL": is_per_channel,
+    }
+
+    def scratch(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((segment_chunks, heads, *shape), dtype)
+
+    def run_segment(index, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        buffer, out = carry
+        first = index * segment_chunks
+        segment = np.zeros(1, np.int32) if num_segments == 1 else first.reshape(1)
+        chunks = (starts, live_sizes, segment)
+        gates = gate_logits
+        if is_per_channel:
+            block = min(128, heads * key_dim)
+            (gates,) = launch(
+                delta_gate_kernel,
+                gate_logits,
+                a_log,
+                dt_bias,
+                *chunks,
+                outputs=[scratch(CHUNK, key_dim, dtype=jnp.float32)],
+                grid=(segment_chunks * heads * key_dim // block,),
+                num_warps=1,
+                BLOCK=block,
+                UNROLL=8,
+                **sizes_of_heads,
+            )
+        w, u, decayed_k, decay = launch(
+            delta_keys_kernel,
+            k,
+            v,
+            gates,
+            beta_logits,
+            a_log,
+            dt_bias,
+            *chunks,
+            outputs=[
+                scratch(CHUNK, key_dim),
+                scratch(CHUNK, value_dim),
+                scratch(CHUNK, key_dim),
+                scratch(key_dim, dtype=jnp.float32),
+            ],
+            grid=(segment_chunks * heads,),
+            num_warps=config.keys_warps,
+            V=value_dim,
+            **key_sizes,
+        )
+        decayed_q, products = launch(
+            delta_queries_kernel,
+            q,
+            k,
+            gates,
+            a_log,
+            dt_bias,
+            *chunks,
+            outputs=[scratch(CHUNK, key_dim), scratch(CHUNK, CHUNK)],
+            grid=(segment_chunks * heads,),
+            num_warps=config.queries_warps,
+            **key_sizes,
+        )
+        block_v = config.block_v or (32 if num_rows < 4 else 64)
+        block_v = min(block_v, value_dim)
+        buffer, out = launch(
+            delta_scan_kernel,
+            w,
+            u,
+            decayed_q,
+            decayed_k,
+            products,
+            decay,
+            starts,
+            sizes,
+            segment,
+            first_chunks,
+            counts,
+            slots,
+            is_fresh,
+            to_slots,
+            after_chunks,
+            offset,
+            buffer,
+            out,
+            outputs=[
+                jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
+                jax.ShapeDtypeStruct(v.shape, v.dtype),
+            ],
+            aliases={16: 0, 17: 1},
+            grid=((num_rows + 1) * heads * value_dim // block_v,),
+            num_warps=4,
+            num_stages=config.stages,
+            H=heads,
+            K=key_dim,
+            V=value_dim,
+            BLOCK_V=block_v,
+            SEGMENT=segment_chunks,
+            CHECKPOINTS=num_checkpoints,
+            STATE_IS_BF16=state.dtype == "bfloat16",
+            ROW_WORDS=state.row_words,
+            LAST_ROW=state.last_row,
+            STAGES=config.stages,
+        )
+        return buffer, out
+
+    carry = (buffer, jnp.empty(v.shape, v.dtype))
+    if num_segments == 1:
+        return run_segment(np.int32(0), carry)
+    return lax.fori_loop(0, num_segments, run_segment, carry)

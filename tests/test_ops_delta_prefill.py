@@ -1,0 +1,234 @@
+"""Chunked prefill at sizes that kernels have, against the recurrent oracles."""
+
+import functools as ft
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.comparison import assert_matches
+from tests.gpu_compile import (
+    compile_for_h200,
+    pool_sized_copies,
+    requires_h200_compiler,
+)
+from tests.state_pools import StatePool, round_to
+from tests.test_ops_recurrent import Kind
+from ukv.errors import UnsupportedError
+from ukv.ids import KernelBlocks
+from ukv.layout import unified_layout
+from ukv.ops import DeltaTokens, StateCheckpoints, StateSlots, gdn_prefill, kda_prefill
+from ukv.pool import pool_struct
+
+PREFILLS = {
+    name: jax.jit(op, static_argnames=("view", "max_query_len", "implementation"))
+    for name, op in (("kda", kda_prefill), ("gdn", gdn_prefill))
+}
+KINDS = {
+    "kda": Kind(H=2, I=2, K=64, V=64, decode=None, prefill=PREFILLS["kda"]),
+    "gdn": Kind(H=4, I=2, K=64, V=64, decode=None, prefill=PREFILLS["gdn"]),
+    "kda-128": Kind(H=2, I=2, K=128, V=128, decode=None, prefill=PREFILLS["kda"]),
+}
+by_kind = pytest.mark.parametrize("kind", ["kda", "gdn"])
+by_implementation = pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+)
+MAX_TOKENS, MAX_ROWS = 416, 6
+
+
+def check(actual, truth, num_tokens, *, head_axis):
+    """Compare head by head, all tokens of an output together.
+
+    Kernels multiply in bfloat16 and sum in float32: an element of the result is a sum
+    of rounded products over the key channels and the tokens. After a strong decay an
+    output is a multiple of q . k, which has no digits of its own where it vanishes.
+    """
+    assert_matches(
+        np.asarray(actual, "bfloat16"),
+        truth,
+        dtype="bfloat16",
+        accumulate_dtype="tensorfloat32",
+        reduced_len=num_tokens + 128,
+        row_axes=(head_axis,),
+    )
+
+
+def run(kind, pool, gate, buffers, rows, implementation, checkpoints=None):
+    """Prefill rows of (tokens, slot, is_fresh); everything else is NaN."""
+    lens = [len(tokens["v"]) for tokens, _, _ in rows]
+    bounds = np.cumsum([0, *lens, *[0] * (MAX_ROWS - len(rows))])
+    packed = {}
+    for name, x in rows[0][0].items():
+        packed[name] = np.full((MAX_TOKENS, *x.shape[1:]), np.nan, x.dtype)
+        packed[name][: bounds[-1]] = np.concatenate([row[0][name] for row in rows])
+    padding = [None] * (MAX_ROWS - len(rows))
+    slots = pool.slots(
+        [*(slot for _, slot, _ in rows), *padding],
+        [*(is_fresh for _, _, is_fresh in rows), *[False] * len(padding)],
+        *([] if checkpoints is None else checkpoints),
+    )
+    buffers, out = kind.prefill(
+        buffers,
+        pool.view,
+        DeltaTokens(**{name: jnp.asarray(x) for name, x in packed.items()}),
+        gate,
+        jnp.asarray(bounds, jnp.int32),
+        slots,
+        max_query_len=200,
+        implementation=implementation,
+    )
+    out = np.asarray(out)
+    assert np.all(out[bounds[-1] :] == 0)
+    return buffers, [out[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def draw_tokens(kind, rng, length, gates="mild"):
+    tokens = kind.tokens(rng, length, dtype="bfloat16")
+    logits = tokens["gate_logits"]
+    if gates == "strong":
+        logits[...] = round_to(np.abs(logits) * 20, "bfloat16")
+    if gates == "mixed":
+        logits[...] = round_to(np.where(logits > 0, 30, -30), "bfloat16")
+    if gates == "none":
+        logits[...] = -60
+    if gates == "repeated":
+        logits[...] = -60
+        tokens["k"][...] = tokens["k"][:1]
+        tokens["beta_logits"][...] = 6
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gates", ["mild", "strong", "mixed", "none", "repeated"])
+@by_implementation
+def test_packed_rows_match_the_oracle(kind, gates, implementation):
+    kind, rng = KINDS[kind], np.random.default_rng(0)
+    pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
+    gate = kind.gate(rng)
+    shapes = [(200, 7, False), (1, 2, True), (64, 6, False), (3, None, False)]
+    shapes += [(0, 5, False), (97, 1, True)]
+    rows = [(draw_tokens(kind, rng, n, gates), s, fresh) for n, s, fresh in shapes]
+    for x in rows[3][0].values():
+        x[...] = np.nan
+    states = {s: rng.standard_normal(pool.view.shape) * 0.3 for s in (7, 6, 5)}
+    before = pool.put(states)
+    after, outs = run(kind, pool, gate, before, rows, implementation)
+    for (tokens, slot, is_fresh), out in zip(rows, outs, strict=True):
+        if slot is None:
+            assert np.all(out == 0)
+            continue
+        start = np.zeros(pool.view.shape) if is_fresh else states[slot]
+        if not len(out):
+            np.testing.assert_array_equal(pool.get(after, slot), np.float32(start))
+            continue
+        truth, last = kind.expected(tokens, gate, start)
+        check(out, truth, len(out), head_axis=1)
+        check(pool.get(after, slot), last, len(out), head_axis=0)
+    pool.assert_only_written(before, after, [7, 2, 6, 5, 1])
+
+
+@by_kind
+@by_implementation
+def test_checkpoints_are_states_of_shorter_runs(kind, implementation):
+    kind, rng = KINDS[kind], np.random.default_rng(1)
+    pool = StatePool.create(
+        kind.spec("bfloat16"), "float", part="recurrent", num_slots=9
+    )
+    gate = kind.gate(rng)
+    tokens = [draw_tokens(kind, rng, n) for n in (200, 128)]
+    before = pool.put({1: rng.standard_normal(pool.view.shape)})
+    rows = [(tokens[0], 1, False), (tokens[1], 2, True)]
+    slots = [[3, 4], [5, 6], *[[None, None]] * 4]
+    lens = [[0, 128], [128, 192], *[[0, 0]] * 4]
+    after, _ = run(
+        kind, pool, gate, before, rows, implementation, checkpoints=(slots, lens)
+    )
+    np.testing.assert_array_equal(pool.get(after, 3), pool.get(before, 1))
+    np.testing.assert_array_equal(pool.get(after, 5), pool.get(after, 2))
+    shorter = [({name: x[:128] for name, x in tokens[0].items()}, 1, False)]
+    shorter, _ = run(kind, pool, gate, before, shorter, implementation)
+    np.testing.assert_array_equal(pool.get(after, 4), pool.get(shorter, 1))
+    pool.assert_only_written(before, after, [1, 2, 3, 4, 5])
+
+
+@by_kind
+@by_implementation
+def test_splits_on_the_grid_change_no_bit(kind, implementation):
+    # A state that passes through the pool in float32 is the one in registers.
+    kind, rng = KINDS[kind], np.random.default_rng(2)
+    pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
+    gate, tokens = kind.gate(rng), draw_tokens(kind, rng, 200)
+    once, outs = run(
+        kind, pool, gate, pool.put({}), [(tokens, 4, True)], implementation
+    )
+    buffers, pieces = pool.put({}), []
+    for start, end in ((0, 64), (64, 192), (192, 200)):
+        piece = {name: x[start:end] for name, x in tokens.items()}
+        row = (piece, 4, start == 0)
+        buffers, out = run(kind, pool, gate, buffers, [row], implementation)
+        pieces.append(out[0])
+    np.testing.assert_array_equal(np.concatenate(pieces), outs[0])
+    np.testing.assert_array_equal(pool.get(buffers, 4), pool.get(once, 4))
+
+
+@requires_h200_compiler
+@by_kind
+@pytest.mark.parametrize("num_tokens", [64, 8192])
+def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens):
+    kind = Kind(
+        H=32, I={"kda": 32, "gdn": 16}[kind], K=128, V=128, decode=None, prefill=None
+    )
+    layout = unified_layout([kind.spec("float32")], pool_bytes=64 << 30)
+    rng, rows, count = np.random.default_rng(0), 4, 2
+    prefill = PREFILLS["kda" if kind.is_kda else "gdn"]
+    blocks = KernelBlocks(jnp.zeros(rows, jnp.int32), "state")
+    pairs = KernelBlocks(jnp.zeros((rows, count), jnp.int32), "state")
+    slots = StateSlots(
+        slots=blocks,
+        is_fresh=jnp.zeros(rows, bool),
+        checkpoints=StateCheckpoints(
+            slots=pairs, lens=jnp.zeros((rows, count), jnp.int32)
+        ),
+    )
+    shapes = {
+        name: jax.ShapeDtypeStruct((num_tokens, *x.shape[1:]), jnp.bfloat16)
+        for name, x in kind.tokens(rng, 1).items()
+    }
+
+    def step(buffers, tokens, cu_query_lens, slots):
+        view = layout.part_view("state", layer=1, part="recurrent")
+        return prefill(
+            buffers,
+            view,
+            tokens,
+            kind.gate(rng),
+            cu_query_lens,
+            slots,
+            max_query_len=num_tokens,
+        )
+
+    program = compile_for_h200(
+        step,
+        pool_struct(layout).buffers,
+        DeltaTokens(**shapes),
+        jnp.zeros(rows + 1, jnp.int32),
+        slots,
+        donate_argnums=0,
+        thunks=True,
+    )
+    assert program.alias_bytes >= layout.pool_bytes
+    # Six arrays of the size of the activations, of chunks that rows fill in part.
+    assert program.temp_bytes < 7 * (num_tokens + 64 * (rows + 1)) * 32 * 128 * 2
+    assert not pool_sized_copies(program.hlo_text, layout.pool_bytes // 2)
+    assert program.top_thunks == ["kCommandBuffer"]
+
+
+def test_what_the_kernel_does_not_cover_is_refused():
+    kind, rng = KINDS["kda"], np.random.default_rng(3)
+    pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
+    call = ft.partial(run, kind, pool, kind.gate(rng), pool.put({}))
+    rows = [(draw_tokens(kind, rng, 3), 1, True)]
+    with pytest.raises(UnsupportedError, match="'triton' runs on gpu, not on cpu"):
+        call(rows, "triton")
