@@ -131,23 +131,23 @@ def _table(shape: Shape, layout: PoolLayout) -> np.ndarray:
 
 
 def _reference(shape: Shape, buffers, views, table: np.ndarray, q, row, token):
-    """Attend one query token of one row in float32."""
+    """Attend one query token of one row in float32, all keys at once."""
     first = shape.first_live_page * shape.page_size
     blocks = jnp.asarray(table[row, shape.first_live_page :])
-    k, v = (
-        np.asarray(read_blocks(buffers[view.buffer_index], view, blocks), np.float32)
-        for view in views
-    )
     position = shape.kv_len - shape.query + token
     oldest = max(position + 1 - shape.window, 0) if shape.window else 0
     seen = slice(oldest - first, position + 1 - first)
-    k, v = (x.reshape(-1, shape.kv_heads, shape.head_dim)[seen] for x in (k, v))
-    q = np.asarray(q, np.float32).reshape(shape.kv_heads, -1, shape.head_dim)
-    # Products of matrices, head by head: einsum takes seconds at full size.
-    scores = q @ k.transpose(1, 2, 0) * shape.head_dim**-0.5
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ v.transpose(1, 0, 2)).reshape(shape.q_heads, -1)
+    k, v = (
+        read_blocks(buffers[view.buffer_index], view, blocks)
+        .reshape(-1, shape.kv_heads, shape.head_dim)[seen]
+        .astype(jnp.float32)
+        for view in views
+    )
+    q = q.astype(jnp.float32).reshape(shape.kv_heads, -1, shape.head_dim)
+    multiply = functools.partial(jnp.einsum, precision="highest")
+    weights = jax.nn.softmax(multiply("gmd,ngd->gmn", q, k) * shape.head_dim**-0.5)
+    found = multiply("gmn,ngd->gmd", weights, v)
+    return np.asarray(found, np.float64).reshape(shape.q_heads, -1)
 
 
 def _prepare(implementation, config, *, shape: Shape, num_layers: int) -> Prepared:
