@@ -20,7 +20,8 @@ HEAD = """\
 
 Written by `python scripts/make_support_matrix.py` from `SUPPORT` in
 `ukv/implementation.py`, the table that ops dispatch by. The lines of an op are in
-order of preference: the first that covers a call runs it. `implementation=` of the op,
+order of preference: the first that covers a call runs it, but for one that says "on
+request", which was not run on a card yet. `implementation=` of the op,
 or of a model, asks for a certain one; a combination that its line does not
 cover raises `UnsupportedError`, which names what works.
 
@@ -68,7 +69,7 @@ def support_page() -> str:
         parts.append("|---" * len(COLUMNS) + "|")
         for line in lines:
             cells = (
-                f"`{line.implementation}`",
+                f"`{line.implementation}`" + " on request" * (not line.by_default),
                 _device(line),
                 _values(line.page_sizes),
                 _values(line.storage_dtypes),

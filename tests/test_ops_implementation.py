@@ -90,6 +90,16 @@ def test_a_refusal_says_why_and_what_works(target, changed, message):
         resolve("op", "mosaic_gpu", case(**changed), target=target)
 
 
+def test_a_line_on_request_is_not_taken_by_default(monkeypatch):
+    lines = (
+        Support(implementation="triton", by_default=False),
+        Support(implementation="xla"),
+    )
+    monkeypatch.setattr(module, "SUPPORT", {"op": lines})
+    assert resolve("op", None, CASE, target=H200) == "xla"
+    assert resolve("op", "triton", CASE, target=H200) == "triton"
+
+
 @pytest.mark.usefixtures("table")
 def test_no_implementation_at_all_is_refused():
     with pytest.raises(

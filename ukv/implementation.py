@@ -74,6 +74,8 @@ class Support:
       compute_dtypes: Names of dtypes of the queries or values.
       widths: As in ``OpCase``.
       max_width: Largest of the widths.
+      by_default: Whether it may be chosen when nobody is asked for: not before the
+        combination was run on a card.
     """
 
     implementation: Implementation
@@ -85,6 +87,7 @@ class Support:
     compute_dtypes: tuple[str, ...] | None = None
     widths: tuple[tuple[int, ...], ...] | None = None
     max_width: int | None = None
+    by_default: bool = True
 
     def refusal(self, case: OpCase, target: Target) -> str | None:
         """Return why this line does not cover ``case`` on ``target``, or None."""
@@ -207,6 +210,16 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
             implementation="triton",
             platforms=("gpu",),
             min_capability=90,
+            storage_dtypes=("bfloat16", "float8_e4m3fn"),
+            compute_dtypes=("bfloat16",),
+            widths=((576, 512),),
+        ),
+        # The others pass in Triton's interpreter and were not run on a card yet.
+        Support(
+            implementation="triton",
+            platforms=("gpu",),
+            min_capability=90,
+            by_default=False,
             storage_dtypes=("bfloat16", "float16", *_FLOAT8),
             compute_dtypes=("bfloat16", "float16"),
             max_width=576,
@@ -215,6 +228,7 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
             implementation="triton",
             platforms=("gpu",),
             min_capability=90,
+            by_default=False,
             storage_dtypes=(*QUERY_DTYPES, *_FLOAT8),
             compute_dtypes=QUERY_DTYPES,
             max_width=256,
@@ -268,7 +282,8 @@ def resolve(
 
     Args:
       op: Key of ``SUPPORT``.
-      implementation: The one asked for; None takes the first line that covers it.
+      implementation: The one asked for; None takes the first line that covers it
+        and may be chosen by default.
       case: The facts of the call.
       target: Where it will run; None means the default device.
 
@@ -277,16 +292,19 @@ def resolve(
     """
     chosen = default_target() if target is None else target
     works: list[Implementation] = []
+    defaults: list[Implementation] = []
     refusals: dict[Implementation, str] = {}
     for line in SUPPORT[op]:
         refusal = line.refusal(case, chosen)
         if refusal is None:
             works.append(line.implementation)
+            if line.by_default:
+                defaults.append(line.implementation)
         else:
             refusals.setdefault(line.implementation, refusal)
     if implementation is None:
-        if works:
-            return works[0]
+        if defaults:
+            return defaults[0]
         reasons = "; ".join(f"{name!r} {why}" for name, why in refusals.items())
         raise UnsupportedError(f"no implementation of {op} covers {case}: {reasons}")
     if implementation in works:

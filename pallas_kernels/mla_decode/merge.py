@@ -30,7 +30,7 @@ def piece_shape(parts: int) -> tuple[int, int, int]:
         return 4, LATENT_DIM, 2
     if parts <= 12:
         return 1, LATENT_DIM, 8
-    return 1, 128, 32
+    return 1, 128, 16
 
 
 def merge(

@@ -315,8 +315,7 @@ def attend(
                 return done + part.tiles
 
             my_parts(attend_part, jnp.int32(0))
-            # What is stored is visible when the kernel ends; until then it is read.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0)
 
         def loads():
             plgpu.set_max_registers(REGISTERS["loads"], action="decrease")
