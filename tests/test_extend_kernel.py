@@ -371,6 +371,7 @@ def compile_gqa(*, heads, kv_heads, width, page_size, **options):
             max_query_len=1024,
             softmax_scale=0.1,
             sinks=sinks,
+            implementation="mosaic_gpu",
             **options,
         )
 
