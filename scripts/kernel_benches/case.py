@@ -94,9 +94,9 @@ def step_us(prepared: Prepared, *, seconds: float = 0.2) -> float:
     """Return the median microseconds of one call of the op.
 
     Steps are dispatched back to back: the host's cost of dispatch is hidden behind the
-    device's work when a step is longer than that. What it costs to start and to wait is
-    in every group of steps once, so the time of a step is the difference of a long and a
-    short group.
+    device's work when a step is longer than that. What it costs to start and to wait
+    is in every group of steps once, so the time of a step is the difference of a long
+    and a short group.
 
     Args:
       prepared: The case; its state is used up.
