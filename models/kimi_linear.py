@@ -238,6 +238,27 @@ class KimiLinear:
           Logits of all tokens, and for each layer with experts the share of the
           tokens that each expert was chosen for. They add up to the chosen experts.
         """
+        x, loads = self.residual_rows(weights, token_ids, is_token)
+        logits = self._logits(weights, x.reshape(-1, x.shape[-1]))
+        return logits.reshape(*token_ids.shape, -1), loads
+
+    def residual_rows(
+        self,
+        weights: Weights,
+        token_ids: Int32[Array, "rows time"],
+        is_token: Bool[Array, "rows time"],
+    ) -> tuple[Float[Array, "rows time width"], Float32[Array, "moe_layers experts"]]:
+        """Run whole rows as ``forward_rows`` does, up to the residual stream.
+
+        Args:
+          weights: Arrays in the structure of ``weights()``; with fewer layers, the
+            stream behind those.
+          token_ids: Rows, padded behind their tokens.
+          is_token: False where padded.
+
+        Returns:
+          The stream, and the loads as ``forward_rows`` returns them.
+        """
         rows, time = token_ids.shape
         is_packed_token = is_token.reshape(-1)
         loads: tuple[jax.Array, ...] = ()
@@ -266,7 +287,7 @@ class KimiLinear:
         x, loads = self._run_layers(weights, packed, loads, mix, route)
         num_experts = 0 if self.moe is None else self.moe.router.num_experts
         return (
-            self._logits(weights, x).reshape(rows, time, -1),
+            x.reshape(rows, time, -1),
             jnp.stack(loads) if loads else jnp.zeros((0, num_experts), jnp.float32),
         )
 

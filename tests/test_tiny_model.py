@@ -3,9 +3,13 @@
 import json
 import re
 
+from models.checkpoint import Checkpoint
+from models.mla import LatentAttention
 from models.named import TINY, find_model, load_found, read_tokenizer
+from models.weights import tensor_shapes
 from scripts.arithmetic_problems.problem_set import problem_set
 from scripts.arithmetic_problems.tokenizer import END, build_tokenizer
+from scripts.refit_tiny import right_share, rows_of_another
 from scripts.tiny_training.parameters import model_config
 from tests.engine_runs import greedy, run_all
 from tests.pools import POISON
@@ -43,6 +47,19 @@ def test_its_log_says_how_it_was_trained():
     judged = [line for line in steps if "accuracy" in line]
     assert judged
     assert all(line["accuracy"] >= 0.9 for line in judged)
+
+
+def test_latent_rows_of_another_problem_cost_the_answers(monkeypatch):
+    model = load_found(find_model("tiny"), dtype="float32", progress=False).model
+    with Checkpoint(TINY) as checkpoint:
+        tensors = {
+            name: checkpoint.read(name, shape)
+            for name, shape in tensor_shapes(model.weights()).items()
+        }
+    assert right_share(model, tensors, build_tokenizer(), 8) == 1.0
+    wrong = rows_of_another(LatentAttention.attend_rows)
+    monkeypatch.setattr(LatentAttention, "attend_rows", wrong)
+    assert right_share(model, tensors, build_tokenizer(), 8) < 0.5
 
 
 def test_the_engine_answers_held_out_problems():

@@ -124,6 +124,14 @@ def init_tensors(
     }
 
 
+def stored_tensors(tensors: Tensors) -> Tensors:
+    """Round what a checkpoint keeps in bfloat16."""
+    return {
+        name: tensor if name.endswith(_FLOAT32) else tensor.astype(jnp.bfloat16)
+        for name, tensor in tensors.items()
+    }
+
+
 def save_checkpoint(
     folder: pathlib.Path,
     config: dict,
@@ -132,11 +140,10 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder as released ones are, bfloat16 where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {
-        name: tensor if name.endswith(_FLOAT32) else tensor.astype(jnp.bfloat16)
-        for name, tensor in tensors.items()
-    }
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(stored_tensors(tensors), path, metadata={"format": "pt"})
+    # The library gives the file to its owner alone.
+    path.chmod(0o644)
     (folder / "config.json").write_text(f"{json.dumps(config, indent=2)}\n")
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": END, "clean_up_tokenization_spaces": False}
