@@ -266,6 +266,18 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "kda_prefill": (_CHUNK_KERNEL, _STATE_REFERENCE),
     "gdn_decode": (_STATE_REFERENCE,),
     "gdn_prefill": (_CHUNK_KERNEL, _STATE_REFERENCE),
+    # The kernel has not run on a card yet, so it is there for those who ask for it.
+    "mamba2_decode": (
+        _STATE_REFERENCE,
+        Support(
+            implementation="triton",
+            platforms=("gpu",),
+            min_capability=80,
+            storage_dtypes=("float32", "bfloat16"),
+            compute_dtypes=QUERY_DTYPES,
+            widths=tuple((p, n) for p in (32, 64, 128) for n in (16, 64, 128, 256)),
+        ),
+    ),
     "short_conv_decode": (_STATE_REFERENCE,),
     "short_conv_prefill": (_STATE_REFERENCE,),
 }

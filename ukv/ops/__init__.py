@@ -27,6 +27,9 @@ from ukv.ops.kda import kda_decode as kda_decode
 from ukv.ops.kda import kda_log_decay as kda_log_decay
 from ukv.ops.kda import kda_prefill as kda_prefill
 from ukv.ops.kv_write import write_kv as write_kv
+from ukv.ops.mamba2 import Mamba2Parameters as Mamba2Parameters
+from ukv.ops.mamba2 import Mamba2Tokens as Mamba2Tokens
+from ukv.ops.mamba2 import mamba2_decode as mamba2_decode
 from ukv.ops.mla import mla_decode as mla_decode
 from ukv.ops.mla import mla_extend as mla_extend
 from ukv.ops.mla import mla_extend_absorbed as mla_extend_absorbed
