@@ -233,8 +233,8 @@ def test_wrong_use_is_refused():
     buffers, tokens = pool.put({}), draw_tokens(rng, 1, 1)
     with pytest.raises(UnsupportedError, match="'triton' runs on gpu, not on cpu"):
         run(pool, parameters, buffers, tokens, [1], [True], "triton")
+    short = tokens | {"x": tokens["x"][..., :16]}
     with pytest.raises(ValueError, match=r"state_dim\] = \(4, 16, 64\)"):
-        short = tokens | {"x": tokens["x"][..., :16]}
         run(pool, parameters, buffers, short, [1], [True])
     ids = KernelBlocks(jnp.zeros(1, jnp.int32), "other")
     other = StateSlots(slots=ids, is_fresh=jnp.ones(1, bool))
