@@ -254,6 +254,64 @@ def test_writes_equal_the_reference(spec, placement):
         np.testing.assert_array_equal(np.asarray(reference), np.asarray(found))
 
 
+# Far pages
+
+
+def write_and_attend(buffers, layout, ids, q, k, v):
+    """Write the tokens of one row, and attend its last ones: decode and extend."""
+    views = views_of(layout, 1)
+    position = np.arange(len(k))
+    places = WriteLocations(
+        blocks=ids[position // 64],
+        offsets=jnp.asarray(position % 64, jnp.int32),
+        sub_pool="kv",
+    )
+    chosen = {"implementation": "triton"}
+    buffers = ops.write_kv(buffers, views, places, (k, v), **chosen)
+    table = KernelBlocks(ids=ids[None], sub_pool="kv")
+    kv_lens = jnp.asarray([len(k)], jnp.int32)
+    chosen["softmax_scale"] = 0.1
+    decoded = ops.gqa_decode(
+        q[None, -1:], buffers, *views, table, kv_lens=kv_lens, **chosen
+    )
+    extended = ops.gqa_attention(
+        q,
+        buffers,
+        *views,
+        table,
+        cu_query_lens=jnp.asarray([0, len(q)], jnp.int32),
+        kv_lens=kv_lens,
+        max_query_len=len(q),
+        **chosen,
+    )
+    return buffers, (*decoded, *extended)
+
+
+@runs_triton
+@pytest.mark.gpu
+def test_far_pages_give_the_bits_of_near_ones():
+    # On a card element 2**31 lies in the middle of the pool.
+    spec = dataclasses.replace(LLAMA, num_kv_heads=2, num_layers=2)
+    pool_bytes = 1 << 21 if IS_INTERPRETING else 9 << 30
+    layout = unified_layout([spec], pool_bytes=pool_bytes)
+    sub = layout.sub_pool("kv")
+    rng = np.random.default_rng(3)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((tokens, heads, 128)), jnp.bfloat16)
+        for tokens, heads in ((70, 8), (200, 2), (200, 2))
+    )
+    run = jax.jit(write_and_attend, static_argnums=1, donate_argnums=0)
+    results = []
+    for pages in (np.arange(1, 5), sub.num_pages - np.arange(1, 5)):
+        ids = pages.astype(np.int32) * sub.blocks_per_page
+        buffers = create_pool(layout, fill_word=0xFFFFFFFF).buffers
+        _, result = run(buffers, layout, jnp.asarray(ids), q, k, v)
+        results.append(result)
+    for near, far in zip(*results, strict=True):
+        assert np.isfinite(np.asarray(near, np.float32)).all()
+        np.testing.assert_array_equal(np.asarray(near), np.asarray(far), strict=True)
+
+
 # Programs
 
 GIB = 1 << 30
