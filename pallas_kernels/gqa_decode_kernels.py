@@ -288,7 +288,9 @@ def chunks_kernel(
     chunk_lens = chunk_length(
         seen, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
     )
-    counts = tl.where(rows < NUM_ROWS, tl.maximum(tl.cdiv(seen, chunk_lens), 1), 0)
+    # No row has more chunks than planned, even if its length is not its table's.
+    counts = tl.minimum(tl.maximum(tl.cdiv(seen, chunk_lens), 1), PART_CHUNKS)
+    counts = tl.where(rows < NUM_ROWS, counts, 0)
     ends = tl.cumsum(counts, 0)
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS // HEADS
     num_items = tl.sum(counts, 0) * (HEAD_TILES * NUM_TILES)
@@ -358,7 +360,7 @@ def merge_kernel(
     chunk_len = chunk_length(
         seen, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
     )
-    count = tl.maximum(tl.cdiv(seen, chunk_len), 1)
+    count = tl.minimum(tl.maximum(tl.cdiv(seen, chunk_len), 1), PART_CHUNKS)
     e = tl.arange(0, BLOCK_E)
     m = tl.full([1], -float("inf"), tl.float32)
     z = tl.zeros([1], tl.float32)

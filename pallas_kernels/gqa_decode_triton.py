@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
+from pallas_kernels.card import has_large_shared_memory, num_multiprocessors
 from pallas_kernels.gqa_decode_kernels import (
     chunks_kernel,
     merge_kernel,
@@ -57,7 +58,8 @@ class GqaDecodeTritonConfig:
             its heads together, unless one head has more.
         num_warps: warps of a program.
         num_stages: blocks of keys in flight, and one.
-        num_programs: programs that share the work; 4 per multiprocessor here.
+        num_programs: programs that share the work, all at once; None means 4 for each
+            multiprocessor, 2 if it has little shared memory.
         most_chunk: rows are cut into chunks of no more keys, up to `max_chunks`.
         max_chunks: pieces of a row, however long, unless programs would idle.
     """
@@ -66,15 +68,16 @@ class GqaDecodeTritonConfig:
     head_width: int = 128
     num_warps: int = 4
     num_stages: int = 3
-    num_programs: int = 528
+    num_programs: int | None = None
     most_chunk: int = 2048
     max_chunks: int = 32
 
     def __post_init__(self):
         """Checks the ranges."""
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name}={getattr(self, field.name)} is below 1")
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ValueError(f"{field.name}={value} is below 1")
         if self.tile_bytes & (self.tile_bytes - 1):
             raise ValueError(f"tile_bytes={self.tile_bytes} must be a power of two")
 
@@ -96,6 +99,7 @@ class DecodePlan:
         max_chunks: pieces of a row, however long, if `even_chunks` are fewer.
         part_chunks: the most that a row can have; 1 needs no merge.
         num_stages: stages of the loop over blocks.
+        num_programs: programs that share the work.
     """
 
     heads: int
@@ -108,6 +112,7 @@ class DecodePlan:
     max_chunks: int
     part_chunks: int
     num_stages: int
+    num_programs: int
 
 
 def plan_decode(
@@ -134,6 +139,9 @@ def plan_decode(
         config: tuning.
     """
     tile_bytes, num_stages = config.tile_bytes, config.num_stages
+    num_programs = config.num_programs
+    if num_programs is None:
+        num_programs = (4 if has_large_shared_memory() else 2) * num_multiprocessors()
     if window is not None:
         most_seen = min(most_seen, window + query_len - 1)
     is_short = most_seen <= _SHORT
@@ -146,7 +154,7 @@ def plan_decode(
         k.num_heads % (2 * heads) == 0
         and 2 * heads * head_rows <= _TILE_ROWS
         and 2 * heads * max(k.width, v.width) <= config.head_width
-        and not (is_short and num_rows * k.num_heads < heads * config.num_programs)
+        and not (is_short and num_rows * k.num_heads < heads * num_programs)
     ):
         heads *= 2
     block_m = min(64, max(_TILE_ROWS, heads * head_rows))
@@ -157,7 +165,7 @@ def plan_decode(
     if is_short:
         block_kv = min(block_kv, max(16, next_power_of_2(most_seen)))
     num_items = num_rows * k.num_heads // heads * num_tiles
-    even_chunks = _even_chunks(num_items, config.num_programs)
+    even_chunks = _even_chunks(num_items, num_programs)
     row_bytes = 4 * num_rows * query_len * group * k.num_heads * v.width
     max_chunks = max(1, min(config.max_chunks, _PARTIAL_BYTES // row_bytes))
     # The more items there are anyway, the less a short chunk is worth its start.
@@ -174,6 +182,7 @@ def plan_decode(
         max_chunks=max_chunks,
         part_chunks=1 if is_short else part_chunks,
         num_stages=num_stages,
+        num_programs=num_programs,
     )
 
 
@@ -224,7 +233,7 @@ def gqa_decode(
         sinks: logits that join the denominator only.
         soft_cap: `c` in `c * tanh(s / c)`, applied to scaled scores.
         config: tuning; None takes what was measured for the card, or else what suits
-            a Hopper card of 132 multiprocessors.
+            an H200.
 
     Returns:
         Outputs of the type of `q`, and the natural log-sum-exp; zeros and `-inf` for a
@@ -301,7 +310,7 @@ def gqa_decode(
         "PART_CHUNKS": plan.part_chunks,
     }
     parts = (num_rows, plan.part_chunks, *q.shape[1:3])
-    num_programs = min(config.num_programs, plan.num_items * plan.part_chunks)
+    num_programs = min(plan.num_programs, plan.num_items * plan.part_chunks)
     part, part_lse = launch(
         chunks_kernel,
         q,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
+from pallas_kernels.card import has_large_shared_memory
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
 from pallas_kernels.paged_triton import (
     addresses,
@@ -358,11 +359,6 @@ def gqa_extend(
     return out, lse
 
 
-# Compute capabilities whose multiprocessors have 160 KB of shared memory and more for
-# one program; others have 99.
-_LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")
-
-
 def default_config(
     widest: int,
     window: int | None,
@@ -378,9 +374,7 @@ def default_config(
         dtype: of the queries.
         capability: compute capability such as "9.0"; None means the first device's.
     """
-    if capability is None:
-        capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    is_large = capability in _LARGE_SHARED_MEMORY
+    is_large = has_large_shared_memory(capability)
     if jnp.dtype(dtype).itemsize == 4:
         if widest <= 128:
             return GqaExtendTritonConfig(

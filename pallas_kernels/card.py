@@ -1,0 +1,26 @@
+"""What kernels ask about the card they will run on.
+
+Where there is none, as in a compilation for another machine, an H200 answers.
+"""
+
+import jax
+
+# Compute capabilities whose multiprocessors have 160 KB of shared memory and more;
+# others have about 100.
+_LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")
+
+
+def num_multiprocessors() -> int:
+    """Returns the multiprocessors of the first device."""
+    return getattr(jax.devices()[0], "core_count", 132)
+
+
+def has_large_shared_memory(capability: str | None = None) -> bool:
+    """Returns whether a multiprocessor has 160 KB of shared memory or more.
+
+    Args:
+        capability: compute capability such as "9.0"; None means the first device's.
+    """
+    if capability is None:
+        capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    return capability in _LARGE_SHARED_MEMORY
