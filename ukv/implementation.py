@@ -151,24 +151,6 @@ _STATE_REFERENCE = Support(
 
 _HEADS = tuple((k, v) for k in (64, 128) for v in (64, 128))
 
-_STEP_KERNEL = Support(
-    implementation="triton",
-    platforms=("gpu",),
-    min_capability=90,
-    storage_dtypes=("float32", "bfloat16"),
-    compute_dtypes=QUERY_DTYPES,
-    widths=tuple((k, v, 4) for k, v in _HEADS),
-)
-
-_CHUNK_KERNEL = Support(
-    implementation="triton",
-    platforms=("gpu",),
-    min_capability=90,
-    storage_dtypes=("float32", "bfloat16"),
-    compute_dtypes=("bfloat16",),
-    widths=_HEADS,
-)
-
 # As they ran on a card. The simulator does more, which is there on request.
 _GQA_EXTEND = Support(
     implementation="mosaic_gpu",
@@ -182,6 +164,36 @@ _GQA_EXTEND = Support(
 )
 _MLA_EXTEND = dataclasses.replace(
     _GQA_EXTEND, page_sizes=(64,), widths=((576, 512, 128, 128),)
+)
+_STATE_KERNEL = Support(
+    implementation="triton",
+    platforms=("gpu",),
+    min_capability=90,
+    storage_dtypes=("float32", "bfloat16"),
+)
+_STEP = (
+    dataclasses.replace(
+        _STATE_KERNEL,
+        max_capability=90,
+        compute_dtypes=("float32", "bfloat16"),
+        widths=((64, 64, 4), (128, 128, 4)),
+    ),
+    _STATE_REFERENCE,
+    dataclasses.replace(
+        _STATE_KERNEL,
+        compute_dtypes=QUERY_DTYPES,
+        widths=tuple((*pair, 4) for pair in _HEADS),
+    ),
+)
+_CHUNKS = (
+    dataclasses.replace(
+        _STATE_KERNEL,
+        max_capability=90,
+        compute_dtypes=("bfloat16",),
+        widths=((64, 64), (128, 128)),
+    ),
+    _STATE_REFERENCE,
+    dataclasses.replace(_STATE_KERNEL, compute_dtypes=("bfloat16",), widths=_HEADS),
 )
 
 # Best first. A kernel adds its line above the reference.
@@ -260,12 +272,12 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_extend_absorbed": (
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),
-    "kda_decode_step": (_STEP_KERNEL, _STATE_REFERENCE),
-    "gdn_decode_step": (_STEP_KERNEL, _STATE_REFERENCE),
+    "kda_decode_step": _STEP,
+    "gdn_decode_step": _STEP,
     "kda_decode": (_STATE_REFERENCE,),
-    "kda_prefill": (_CHUNK_KERNEL, _STATE_REFERENCE),
+    "kda_prefill": _CHUNKS,
     "gdn_decode": (_STATE_REFERENCE,),
-    "gdn_prefill": (_CHUNK_KERNEL, _STATE_REFERENCE),
+    "gdn_prefill": _CHUNKS,
     # The kernel has not run on a card yet, so it is there for those who ask for it.
     "mamba2_decode": (
         _STATE_REFERENCE,
