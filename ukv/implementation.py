@@ -178,12 +178,13 @@ _STEP = (
         compute_dtypes=("float32", "bfloat16"),
         widths=((64, 64, 4), (128, 128, 4)),
     ),
-    _STATE_REFERENCE,
     dataclasses.replace(
         _STATE_KERNEL,
+        by_default=False,
         compute_dtypes=QUERY_DTYPES,
         widths=tuple((*pair, 4) for pair in _HEADS),
     ),
+    _STATE_REFERENCE,
 )
 _CHUNKS = (
     dataclasses.replace(
@@ -192,8 +193,13 @@ _CHUNKS = (
         compute_dtypes=("bfloat16",),
         widths=((64, 64), (128, 128)),
     ),
+    dataclasses.replace(
+        _STATE_KERNEL,
+        by_default=False,
+        compute_dtypes=("bfloat16",),
+        widths=_HEADS,
+    ),
     _STATE_REFERENCE,
-    dataclasses.replace(_STATE_KERNEL, compute_dtypes=("bfloat16",), widths=_HEADS),
 )
 
 # Best first. A kernel adds its line above the reference.
@@ -280,15 +286,16 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "gdn_prefill": _CHUNKS,
     # The kernel has not run on a card yet, so it is there for those who ask for it.
     "mamba2_decode": (
-        _STATE_REFERENCE,
         Support(
             implementation="triton",
             platforms=("gpu",),
             min_capability=80,
+            by_default=False,
             storage_dtypes=("float32", "bfloat16"),
             compute_dtypes=QUERY_DTYPES,
             widths=tuple((p, n) for p in (32, 64, 128) for n in (16, 64, 128, 256)),
         ),
+        _STATE_REFERENCE,
     ),
     "short_conv_decode": (_STATE_REFERENCE,),
     "short_conv_prefill": (_STATE_REFERENCE,),
