@@ -25,7 +25,29 @@ from ukv.engine.prefix_eviction import Dropped, drop_subtree
 from ukv.engine.radix_tree import Ids
 from ukv.engine.request import FinishReason
 from ukv.engine.sequence import Sequence
-from ukv.layout import PoolLayout
+
+
+class _Names:
+    """Numbers from 1 on; one that was given back is taken before a new one.
+
+    Whoever has one holds a page, so there are never more than there are virtual ids.
+    """
+
+    def __init__(self) -> None:
+        """Start with none taken."""
+        self._free: list[int] = []
+        self._num_taken = 0
+
+    def take(self) -> int:
+        """Return a name that nothing has."""
+        if self._free:
+            return self._free.pop()
+        self._num_taken += 1
+        return self._num_taken
+
+    def give(self, names: Iterable[int]) -> None:
+        """Take names back."""
+        self._free += names
 
 
 class Holdings:
@@ -46,8 +68,7 @@ class Holdings:
         self.num_looked_up = self.num_hit = 0
         self._actions: list[Action] = []
         self._copying: list[Lease] = []
-        self._page_names = _names(ledger.layout, grows=True)
-        self._state_names = _names(ledger.layout, grows=False)
+        self._page_names, self._state_names = _Names(), _Names()
 
     def emptied(self) -> "Holdings":
         """Return those of an empty pool, which go on counting."""
@@ -191,7 +212,7 @@ class Holdings:
         if room is not None:
             self._actions.append(Room(num_pages=room))
         self.ledger.alloc(needs)
-        name = self._state_names.pop()
+        name = self._state_names.take()
         self._actions.append(Checkpoint(row=sequence.row, name=name))
         return name
 
@@ -200,31 +221,38 @@ class Holdings:
         if self.cache is not None and sequence.lease is not None:
             self.cache.advance(sequence.lease, sequence.context_len)
 
-    def release(self, sequence: Sequence) -> None:
-        """Take a row from its sequence; the cache keeps what it computed.
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Take rows from their sequences; the cache keeps what they computed.
 
         Nothing of a sequence that failed is kept, nor what begins as it did.
         """
-        assert sequence.row is not None
-        lease, outlives, suspect = sequence.lease, {}, None
-        if self.cache is not None and lease is not None:
-            if sequence.finish_reason is FinishReason.ERROR:
-                outlives = self.cache.shared_pages(lease)
-                suspect = lease.path[0] if lease.path else None
-                self.cache.release(lease)
-            else:
-                tokens = sequence.tokens(0, sequence.num_computed)
-                pages, columns = self._name_pages(lease, len(tokens))
-                done = self.cache.finish(lease, tokens, pages)
-                self._carry_out(sequence, done, columns)
-                outlives = done.outlives
-        self.ledger.release(sequence.context_len, sequence.hit_len, outlives)
-        self._actions.append(
-            Release(row=sequence.row, context_len=sequence.context_len)
-        )
-        sequence.lose_row()
-        if self.cache is not None and suspect is not None:
-            self._drop(drop_subtree(self.cache.tree, suspect))
+        releases: list[Action] = []
+        for sequence in sequences:
+            assert sequence.row is not None
+            outlives = self._finish(sequence)
+            self.ledger.release(sequence.context_len, sequence.hit_len, outlives)
+            releases.append(Release(row=sequence.row, context_len=sequence.context_len))
+            sequence.lose_row()
+        # One after the other, so that they share a program: nothing is allocated yet.
+        self._actions += releases
+
+    def _finish(self, sequence: Sequence) -> Mapping[str, int]:
+        """Close a row's lease; return how many of its pages outlive it."""
+        lease = sequence.lease
+        if self.cache is None or lease is None:
+            return {}
+        if sequence.finish_reason is FinishReason.ERROR:
+            outlives = self.cache.shared_pages(lease)
+            first = lease.path[0] if lease.path else None
+            self.cache.release(lease)
+            if first is not None:
+                self._drop(drop_subtree(self.cache.tree, first))
+            return outlives
+        tokens = sequence.tokens(0, sequence.num_computed)
+        pages, columns = self._name_pages(lease, len(tokens))
+        done = self.cache.finish(lease, tokens, pages)
+        self._carry_out(sequence, done, columns)
+        return done.outlives
 
     def _name_pages(
         self, lease: Lease, num_tokens: int
@@ -234,7 +262,7 @@ class Holdings:
         spec, num_cached = self.cache.spec, len(lease.path)
         num_pages = max(num_tokens // spec.page_size, num_cached)
         columns = {
-            self._page_names.pop(): column for column in range(num_cached, num_pages)
+            self._page_names.take(): column for column in range(num_cached, num_pages)
         }
         return lease.pages + [(name,) * len(spec.owners) for name in columns], columns
 
@@ -249,7 +277,7 @@ class Holdings:
             self._actions.append(
                 Keep(row=sequence.row, column=columns.pop(name), name=name)
             )
-        self._page_names += columns
+        self._page_names.give(columns)
         self._drop(done.dropped)
         unused = Dropped()
         for slots in done.unused_states:
@@ -265,9 +293,9 @@ class Holdings:
         spec = self.cache.spec
         self.ledger.drop(dropped.num_pages)
         self._actions.append(dropped)
-        self._page_names += dropped.pages.get(spec.owners[0], ())
+        self._page_names.give(dropped.pages.get(spec.owners[0], ()))
         if spec.states:
-            self._state_names += dropped.states.get(spec.states[0], ())
+            self._state_names.give(dropped.states.get(spec.states[0], ()))
 
     def clear(self) -> None:
         """Let the cache hold nothing that no row holds."""
@@ -277,9 +305,3 @@ class Holdings:
     def evictable_pages(self) -> Pages:
         """Return the pages by sub-pool that only the cache holds."""
         return {} if self.cache is None else self.cache.evictable_pages()
-
-
-def _names(layout: PoolLayout, *, grows: bool) -> list[int]:
-    """Return as many names as there can be pages, or states; 0 names nothing."""
-    ids = (owner.num_virtual for owner in layout.owners if owner.spec.grows == grows)
-    return list(range(min(ids, default=1) - 1, 0, -1))

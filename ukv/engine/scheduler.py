@@ -128,8 +128,7 @@ class Scheduler:
         for sequence in self._to_keep:
             self.holdings.keep(sequence)
         self._to_keep.clear()
-        for sequence in self._leaving:
-            self._release(sequence)
+        self._release(self._leaving)
         self._leaving.clear()
         admitted = self._admit()
         chunks = self._serve(admitted)
@@ -157,11 +156,10 @@ class Scheduler:
             is_decode=is_decode,
         )
 
-    def _release(self, sequence: Sequence) -> None:
-        """Take a sequence's row and pages."""
-        assert sequence.row is not None
-        self._free_rows.append(sequence.row)
-        self.holdings.release(sequence)
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Take the rows and pages of some sequences."""
+        self._free_rows += [found.row for found in sequences if found.row is not None]
+        self.holdings.release(sequences)
 
     def _most_held(self, sequence: Sequence) -> Pages:
         """Return the most pages it holds until all known tokens and one step are in."""
@@ -268,7 +266,7 @@ class Scheduler:
     def _retract(self, sequence: Sequence) -> None:
         """Take a sequence's pages and row; it waits again, by its old rank."""
         self.running.remove(sequence)
-        self._release(sequence)
+        self._release([sequence])
         sequence.num_retractions += 1
         self.num_retractions += 1
         bisect.insort(self.waiting, sequence, key=lambda found: found.rank)
