@@ -72,3 +72,21 @@ def test_a_hit_gives_the_bits_of_a_cold_run(family):
         hit = now
     assert cold.stats().prefix_hit_tokens == 0
     require_empty(warm)
+
+
+def test_a_hit_ends_before_the_first_token_whose_score_is_wanted():
+    config = dataclasses.replace(CONFIG, scores_prompts=True)
+    run = engine("llama", pool_bytes=ROOMY_BYTES, config=config)
+    prompt = np.random.default_rng(5).integers(150, size=70).tolist()
+    found, hits = [], []
+    # The score of token 33 comes from the logits of token 32, the last of two pages.
+    for first in (1, 1, 34, 33, 32, 69):
+        hit = run.stats().prefix_hit_tokens
+        outputs = run.generate([prompt], greedy(2, scores_from=first))
+        (scores,) = [output.prompt_scores for output in outputs if output.prompt_scores]
+        found.append(scores)
+        hits.append(run.stats().prefix_hit_tokens - hit)
+    assert hits == [0, 0, 32, 32, 16, 64]
+    assert [len(scores) for scores in found] == [69, 69, 36, 37, 38, 1]
+    for scores in found[1:]:
+        assert scores == found[0][-len(scores) :]
