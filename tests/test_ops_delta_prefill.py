@@ -174,8 +174,7 @@ def test_splits_on_the_grid_change_no_bit(kind, implementation):
 
 
 @requires_h200_compiler
-@by_kind
-@pytest.mark.parametrize("num_tokens", [64, 8192])
+@pytest.mark.parametrize(("kind", "num_tokens"), [("kda", 8192), ("gdn", 64)])
 def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens):
     kind = Kind(
         H=32, I={"kda": 32, "gdn": 16}[kind], K=128, V=128, decode=None, prefill=None

@@ -398,8 +398,9 @@ def test_slots_far_beyond_2_to_the_31_elements(kind):
 
 
 @requires_h200_compiler
-@by_kind
-@pytest.mark.parametrize(("rows", "query_len"), [(1, 1), (256, 1), (16, 4)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "query_len"), [("kda", 1, 1), ("kda", 256, 1), ("gdn", 16, 4)]
+)
 def test_layers_are_one_kernel_each_in_one_command_buffer(kind, rows, query_len):
     layer = dataclasses.replace(
         CASES[f"{kind}-128"], heads=32, conv_dtype="bfloat16", dtype="bfloat16"
