@@ -186,13 +186,9 @@ _STEP = (
     ),
     _STATE_REFERENCE,
 )
+# Four of the card's first tests of it failed (keys that repeat; strong decay), so it
+# waits for a run in which all pass.
 _CHUNKS = (
-    dataclasses.replace(
-        _STATE_KERNEL,
-        max_capability=90,
-        compute_dtypes=("bfloat16",),
-        widths=((64, 64), (128, 128)),
-    ),
     dataclasses.replace(
         _STATE_KERNEL,
         by_default=False,
