@@ -206,6 +206,7 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens):
             cu_query_lens,
             slots,
             max_query_len=num_tokens,
+            implementation="triton",
         )
 
     program = compile_for_h200(
