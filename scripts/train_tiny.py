@@ -9,10 +9,11 @@ architecture is the released one at toy size. See docs/tiny_model.md.
 
 On one H200 the default takes minutes; a CPU is good for a try. The log has one JSON
 object a line: the run, then losses, then the accuracy on held-out problems with the
-stored (rounded) parameters.
+stored (rounded) parameters. scripts/refit_tiny.py is the second step.
 """
 
 import argparse
+import contextlib
 import functools as ft
 import json
 import math
@@ -92,11 +93,13 @@ class Log:
     def __init__(self, path: pathlib.Path) -> None:
         """Begin a new file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
+        path.write_text("")
+        self._path = path
 
     def add(self, **facts: Any) -> None:
         """Write one line."""
-        print(json.dumps(facts), file=self._file, flush=True)
+        with self._path.open("a") as file:
+            print(json.dumps(facts), file=file)
         tqdm.write(json.dumps(facts))
 
 
@@ -130,25 +133,26 @@ def train(
     )
     tokens_per_call = STEPS_PER_CALL * arguments.batch_rows * ROW_TOKENS
     start = last = time.perf_counter()
-    for first in tqdm(range(0, num_steps, STEPS_PER_CALL), unit="call"):
-        chunk = np.stack([next(batches) for _ in range(STEPS_PER_CALL)])
-        tensors, state, losses, peaks = learner.train(
-            tensors, state, chunk, rates[first : first + STEPS_PER_CALL]
-        )
-        losses, peaks = np.asarray(losses), np.asarray(peaks)
-        now = time.perf_counter()
-        log.add(
-            step=first + STEPS_PER_CALL,
-            loss=round(float(losses.mean()), 5),
-            expert_peak=round(float(peaks.max()), 2),
-            tokens_per_second=round(tokens_per_call / (now - last)),
-            seconds=round(now - start, 1),
-        )
-        last = now
-        if not np.isfinite(losses).all():
-            sys.exit("train_tiny.py: error: the loss is not finite; lower --rate")
-        if first // STEPS_PER_CALL % CALLS_PER_SAVE == CALLS_PER_SAVE - 1:
-            save(tensors)
+    with contextlib.closing(batches):
+        for first in tqdm(range(0, num_steps, STEPS_PER_CALL), unit="call"):
+            chunk = np.stack([next(batches) for _ in range(STEPS_PER_CALL)])
+            tensors, state, losses, peaks = learner.train(
+                tensors, state, chunk, rates[first : first + STEPS_PER_CALL]
+            )
+            losses, peaks = np.asarray(losses), np.asarray(peaks)
+            now = time.perf_counter()
+            log.add(
+                step=first + STEPS_PER_CALL,
+                loss=round(float(losses.mean()), 5),
+                expert_peak=round(float(peaks.max()), 2),
+                tokens_per_second=round(tokens_per_call / (now - last)),
+                seconds=round(now - start, 1),
+            )
+            last = now
+            if not np.isfinite(losses).all():
+                sys.exit("train_tiny.py: error: the loss is not finite; lower --rate")
+            if first // STEPS_PER_CALL % CALLS_PER_SAVE == CALLS_PER_SAVE - 1:
+                save(tensors)
     save(tensors)
 
 
@@ -160,22 +164,21 @@ def accuracy(
     seed: int,
     count: int,
     shots: int,
-    length: int,
 ) -> float:
     """Return the share of held-out problems whose last number is right."""
     problems = problem_set(seed, count, "test", shots=shots)
     prompts = [tokenizer.encode(problems.prompt(p)).ids for p in problems.problems]
-    tokens, lens = pad_prompts(prompts, length)
+    tokens, lens = pad_prompts(prompts, ROW_TOKENS)
     num_right = 0
     for first in range(0, count, 128):
         rows = slice(first, first + 128)
         found = np.asarray(
             learner.answer(tensors, tokens[rows], lens[rows], MAX_NEW_TOKENS)
         )
-        for row, length_, problem in zip(
+        for row, start, problem in zip(
             found, lens[rows], problems.problems[rows], strict=True
         ):
-            text = tokenizer.decode(row[length_ : length_ + MAX_NEW_TOKENS].tolist())
+            text = tokenizer.decode(row[start : start + MAX_NEW_TOKENS].tolist())
             numbers = re.findall(r"#### (\d+)$", text.split(END)[0])
             num_right += numbers == [str(problem.number)]
     return num_right / count
@@ -229,7 +232,6 @@ def main() -> None:
             seed=seed,
             count=arguments.problems,
             shots=shots,
-            length=ROW_TOKENS,
         )
         log.add(
             problem_seed=seed,

@@ -2,14 +2,17 @@
 
 import functools as ft
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models.checkpoint import Checkpoint
 from models.registry import load, read_model
 from models.weights import assemble_weights, tensor_shapes
+from scripts import refit_tiny, train_tiny
 from scripts.arithmetic_problems.problem_set import problem_set, worked_block
 from scripts.arithmetic_problems.tokenizer import END, build_tokenizer
 from scripts.tiny_training.batches import training_batches
@@ -264,3 +267,35 @@ def test_greedy_answers_are_those_of_the_prefill(tmp_path):
         best = [int(rows[-1].argmax()) for rows in logits]
         assert [found[row, lens[row] + index] for row in range(2)] == best
         logits = runner.step([np.array([token], np.int32) for token in best])
+
+
+@pytest.mark.parametrize("script", [train_tiny, refit_tiny])
+def test_scripts_explain_themselves(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        script.main()
+    assert "python scripts/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--steps 0", "--layers 6", "--batch-rows 0"])
+def test_options_out_of_range_are_refused(option, tmp_path, monkeypatch, capsys):
+    words = ["train_tiny.py", "--out", str(tmp_path), *option.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="2"):
+        train_tiny.main()
+    assert option.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_script_trains_and_stores(tmp_path, monkeypatch):
+    options = "--steps 1 --batch-rows 1 --layers 4 --hidden 32 --problems 2"
+    words = ["train_tiny.py", "--out", str(tmp_path), *options.split()]
+    monkeypatch.setattr(sys, "argv", [*words, "--processes", "1"])
+    with jax.numpy_dtype_promotion("standard"):
+        train_tiny.main()
+    lines = (tmp_path / "train_log.jsonl").read_text().splitlines()
+    run, step, *judged = map(json.loads, lines)
+    assert run["arguments"]["steps"] == 1
+    assert step["step"] == train_tiny.STEPS_PER_CALL
+    assert [line["shots"] for line in judged] == [4, 4, 0]
+    assert load(tmp_path, progress=False).model.num_layers == 4

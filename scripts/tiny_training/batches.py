@@ -2,7 +2,7 @@
 
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import numpy as np
 import tokenizers
@@ -52,10 +52,11 @@ def training_batches(
     batch_rows: int,
     length: int,
     processes: int,
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray]:
     """Yield batches, int16 ``[batch_rows, length]``.
 
-    What a batch holds depends on the seed and its index alone.
+    What a batch holds depends on the seed and its index alone. Close it: the
+    processes end with it.
 
     Args:
       tokenizer: As JSON.
