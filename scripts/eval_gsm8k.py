@@ -111,7 +111,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--max-step-tokens",
         type=int,
-        default=256,
+        default=128,
         metavar="N",
         help="tokens of a step, prompts and answers together; default %(default)s",
     )

@@ -106,8 +106,6 @@ def run_variant(variant: Variant, arguments: argparse.Namespace) -> dict[str, An
         max_step_tokens=256,
         prefix_cache=variant.prefix_cache,
     )
-    # One program for prompts: compiling is most of the time.
-    config = dataclasses.replace(config, prefill_buckets=(config.max_step_tokens,))
     pool_bytes = default_pool_bytes(model, config)
     engine = Engine(model, loaded.weights, pool_bytes=pool_bytes, config=config)
     names = [engine.add_request(prompt, params) for prompt in prompts]

@@ -17,6 +17,9 @@ from ukv.layout.request import pages_of_spec
 
 PoolKind = Literal["unified", "static"]
 
+MANY_STEP_TOKENS = 512
+"""From here on a step of few tokens has a program of its own."""
+
 KINDS: tuple[PoolKind, ...] = ("unified", "static")
 
 
@@ -46,6 +49,10 @@ def engine_config(
       scores_prompts: Whether requests may ask how likely their prompt is.
     """
     max_step_tokens = max(max_step_tokens, concurrency + 1)
+    # Few programs: on a CPU each takes longer to compile than to run.
+    buckets = (max_step_tokens,)
+    if max_step_tokens >= MANY_STEP_TOKENS:
+        buckets = (max_step_tokens // 4, max_step_tokens)
     return EngineConfig(
         page_size=page_size,
         dtype=dtype,
@@ -53,9 +60,8 @@ def engine_config(
         max_rows=concurrency,
         max_kv_len=max_len,
         max_step_tokens=max_step_tokens,
-        # Few programs: each takes its time to compile, on a CPU more than to run.
         decode_buckets=(concurrency,),
-        prefill_buckets=(max(max_step_tokens // 4, 2), max_step_tokens),
+        prefill_buckets=buckets,
         max_stop_tokens=max_stop_tokens,
         prefix_cache=prefix_cache,
         scores_prompts=scores_prompts,
