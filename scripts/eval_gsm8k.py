@@ -106,7 +106,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--pool-mib",
         type=float,
         metavar="MIB",
-        help="of each pool; default: a third of --concurrency requests, full length",
+        help="of each pool; default: half of --concurrency requests, full length",
     )
     add(
         "--max-step-tokens",

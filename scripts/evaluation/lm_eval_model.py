@@ -73,7 +73,7 @@ class UkvModel(TemplateLM):
         Args:
           model: ``tiny``, ``smollm2``, the folder of a checkpoint, or a GGUF file.
           pool: Kind of pool.
-          pool_mib: Its size; None for a third of ``concurrency`` requests, full length.
+          pool_mib: Its size; None for half of ``concurrency`` requests, full length.
           page_size: Tokens per page.
           max_length: Most tokens of a request, prompt and output together.
           concurrency: Requests that run at once.

@@ -1,6 +1,6 @@
 """The two pools of a comparison: equal bytes, equal steps, one of them split up front.
 
-Unless told otherwise a pool holds a third of the requests that may run at once, at
+Unless told otherwise a pool holds half of the requests that may run at once, at
 their full length. So memory runs short: requests wait, and pages move. The static pool
 is split so that every kind of memory runs out at the same number of requests of full
 length, which is all that is known before the first one comes.
@@ -69,13 +69,13 @@ def engine_config(
 
 
 def default_pool_bytes(model: Model, config: EngineConfig) -> int:
-    """Return the bytes of a third of the requests that may run at once, full length."""
+    """Return the bytes of half of the requests that may run at once, full length."""
     specs = model.pool_specs(page_size=config.page_size, dtype=jnp.dtype(config.dtype))
     shape = RequestShape(
         num_tokens=config.max_kv_len,
         chunk_len=min(config.max_step_tokens, config.max_kv_len),
     )
-    num_requests = -(-config.max_rows // 3)
+    num_requests = -(-config.max_rows // 2)
     return packed_bytes(
         specs, {spec.name: num_requests * pages_of_spec(spec, shape) for spec in specs}
     )
