@@ -6,8 +6,9 @@ the way of ``ukv.allocator``, and refuses what sets an error bit there.
 
 import dataclasses
 
-from ukv.engine.prefix_cache import Lease, PrefixCache
+from ukv.engine.prefix_cache import PrefixCache
 from ukv.engine.prefix_eviction import Dropped
+from ukv.engine.prefix_lease import Lease
 from ukv.engine.prefix_spec import PrefixSpec
 
 

@@ -199,6 +199,25 @@ def test_scenario_61_a_branch_without_a_state_leaves_one_for_the_next():
     run.close()
 
 
+def test_scenario_61_the_next_hits_while_the_first_still_runs():
+    # The first row uses its pages of the start, so nobody else's take their place.
+    # A state belongs to the tokens before it, so the second one's is kept all the same.
+    run = played("states", pages={"latent": 60, "state": 9}, vocab_size=10**6)
+    start = [1] * (GRID + 40)
+    first = run.add("first", [*start, *[2] * 2 * GRID], 5 * GRID)
+    hits = []
+    for name in range(3, 6):
+        for _ in range(8):
+            run.step()
+        run.add(name, [*start, *[name] * (2 * GRID)], 2)
+        for _ in range(8):
+            run.step()
+        hits.append(run.scheduler.holdings.num_hit - sum(hits))
+    assert first.row is not None
+    assert hits == [0, GRID, GRID]
+    run.close()
+
+
 def test_scenario_20_two_that_share_a_start_and_do_not_fit_together():
     run = played("pages", is_unified=False, pages={"full": 12})
     start = [1] * 16

@@ -20,8 +20,9 @@ from ukv.engine.plan import (
     Reuse,
     Room,
 )
-from ukv.engine.prefix_cache import Insertion, Lease, Match, PrefixCache
+from ukv.engine.prefix_cache import PrefixCache
 from ukv.engine.prefix_eviction import Dropped, drop_subtree
+from ukv.engine.prefix_lease import Insertion, Lease, Match
 from ukv.engine.radix_tree import Ids
 from ukv.engine.request import FinishReason
 from ukv.engine.sequence import Sequence

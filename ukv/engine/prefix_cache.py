@@ -19,68 +19,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ukv.engine.prefix_eviction import Dropped, Fits, count_pages, drop_all, evict
+from ukv.engine.prefix_lease import Insertion, Lease, Match
 from ukv.engine.prefix_spec import PrefixSpec
 from ukv.engine.radix_tree import Ids, PageNode, RadixTree
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Match:
-    """What is cached of some tokens.
-
-    Attributes:
-      path: The pages of the usable prefix.
-      hit_len: Tokens of it.
-      full_len: Tokens whose pages are cached, whether a prefix can end there or not.
-    """
-
-    path: tuple[PageNode, ...]
-    hit_len: int
-    full_len: int
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Lease:
-    """What a row holds of the cache.
-
-    Attributes:
-      path: The first pages of the row, which the cache holds too.
-      half_starts: By window, the first page whose half the row holds.
-      source: The node whose state it starts from, until the copy is dispatched.
-      is_open: Whether it was not released yet.
-    """
-
-    path: list[PageNode]
-    half_starts: list[int]
-    source: PageNode | None = None
-    is_open: bool = True
-
-    @property
-    def pages(self) -> list[Ids]:
-        """Ids of the cached pages."""
-        return [node.ids for node in self.path]
-
-    @property
-    def state(self) -> Ids | None:
-        """Slots to copy into the row's own; None if there are none to copy."""
-        return None if self.source is None else self.source.state
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Insertion:
-    """What the device has to do after an insertion, in the order of the fields.
-
-    Attributes:
-      shares: By owner, pages of the row that the cache holds too from now on.
-      dropped: Pages that these took the place of.
-      unused_states: Checkpoints that the cache did not take over.
-      outlives: By sub-pool, how many pages of the row the cache holds too: they
-        outlive it.
-    """
-
-    shares: Mapping[str, Sequence[int]]
-    dropped: Dropped
-    unused_states: Sequence[Ids]
-    outlives: Mapping[str, int]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -201,7 +142,7 @@ class PrefixCache:
         All or nothing: what a match could not use is not kept. The cache shares the
         row's pages, the row goes on with them. Where it has the same tokens in a page
         of its own, the row's page takes its place, if no row uses the old one and no
-        half is lost; if not, the insertion ends before it.
+        half is lost; if not, no more pages are kept, but checkpoints after those there.
 
         Args:
           lease: Of the row, advanced to the tokens that it has in the pool.
@@ -224,8 +165,16 @@ class PrefixCache:
             ),
             len(would_be),
         )
-        path, shares, dropped = self._keep(would_be[:num_own], tokens, states)
-        self._extend(lease, path[len(lease.path) :])
+        # A state belongs to the tokens before it, whoever computed their pages.
+        others = [
+            dataclasses.replace(page, ids=page.node.ids, halves=list(page.node.halves))
+            for page in would_be[num_own:]
+            if page.node is not None
+        ]
+        path, shares, dropped = self._keep(
+            [*would_be[:num_own], *others], tokens, states
+        )
+        self._extend(lease, path[len(lease.path) : num_own])
         return Insertion(
             shares=shares,
             dropped=dropped,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ukv.engine.prefix_cache import Lease
+from ukv.engine.prefix_lease import Lease
 from ukv.engine.request import FinishReason, Request, TokenScore
 
 
