@@ -108,3 +108,16 @@ def test_the_last_token_of_a_request_is_not_in_its_pages(
     run.run()
     assert run.scheduler.holdings.num_hit == 8
     run.close()
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_most_of_a_common_start_is_found_while_rows_overlap(kind):
+    run = played(kind, vocab_size=10**6)
+    grid = PrefixSpec.of(run.scheduler.ledger.layout).grid
+    start = [1] * (4 * grid)
+    for name in range(24):
+        run.add(name, [*start, *[name + 2] * 3], grid)
+    run.close()
+    # The first rows begin before anything is cached.
+    holdings = run.scheduler.holdings
+    assert holdings.num_hit > 0.6 * holdings.num_looked_up

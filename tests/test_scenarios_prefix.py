@@ -1,6 +1,7 @@
 """Reported failures of other prefix caches, replayed on ours; named by their numbers.
 
-What needs an engine or a device is not here: B23, B29, B45, B49, B57, B60 to B62, B70.
+What needs an engine is in ``test_scenarios_engine_prefix.py``: B23, B29, B45, B49, B57,
+B60, B61, B70.
 """
 
 import pytest
