@@ -66,6 +66,13 @@ def test_wilson_interval(successes, trials, low, high):
     assert found == pytest.approx((low, high), abs=1e-4)
 
 
+@pytest.mark.parametrize("trials", range(1, 100))
+def test_wilson_holds_the_share_itself(trials):
+    for successes in {0, 1, trials // 2, trials}:
+        low, high = wilson_interval(successes, trials)
+        assert 0 <= low <= successes / trials <= high <= 1
+
+
 def test_wilson_borders_solve_the_equation():
     for border in wilson_interval(37, 64):
         spread = math.sqrt(border * (1 - border) / 64)

@@ -29,8 +29,8 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     middle = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     low, high = ((middle + sign * spread) / (1 + z * z / trials) for sign in (-1, 1))
-    # Rounding must not push a border past what a proportion can be.
-    return max(low, 0.0), min(high, 1.0)
+    # At the ends one border is exact, and rounding must not move it inwards.
+    return (low if successes else 0.0), (high if successes < trials else 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
