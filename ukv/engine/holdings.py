@@ -103,50 +103,58 @@ class Holdings:
         self._drop(dropped)
         return True
 
-    def fits(self, sequences: Iterable[Sequence], most_held: Pages) -> bool:
-        """Return whether rows fit into the pool together.
+    def fits(
+        self, running: Iterable[Sequence], most_held: Pages, match: Match | None
+    ) -> bool:
+        """Return whether one more row fits beside those that run.
 
         Args:
-          sequences: Those rows; all that no other row holds can be evicted.
+          running: Those; all that neither they nor the new row hold can be evicted.
           most_held: Pages by sub-pool, the sum of what each of them may hold alone.
+          match: What the new row begins with; None without a prefix cache.
         """
-        if self.cache is None:
+        if self.cache is None or match is None:
             return self.ledger.fits(most_held)
         spec = self.cache.spec
         held, evictable = self.cache.held_pages(), self.cache.evictable_pages()
-        leases = [found.lease for found in sequences if found.lease is not None]
+        leases = [found.lease for found in running if found.lease is not None]
         # Rows hold cached pages together. Not so halves: each row lets go of them
         # and takes its own. A state is held until its copy is made.
         twice = sum(len(lease.path) for lease in leases)
+        twice += sum(node.pins > 0 for node in match.path)
         common = {name: held[name] - evictable[name] - twice for name in spec.owners}
-        copied = {name: held[name] - evictable[name] for name in spec.states}
+        is_copied = bool(match.path) and not match.path[-1].state_pins
+        copied = {
+            name: held[name] - evictable[name] + is_copied for name in spec.states
+        }
         return self.ledger.fits(add_pages(most_held, common, copied))
 
     def begin(
-        self, sequence: Sequence, row: int, fits: Callable[[], bool]
+        self, sequence: Sequence, row: int, fits: Callable[[Match | None], bool]
     ) -> Admission | None:
         """Start a row with the longest cached prefix; None if it does not fit.
 
         Args:
           sequence: Who gets the row.
           row: The row.
-          fits: Whether it fits with the lease that it has by then.
+          fits: Whether it fits with a match, whose tokens it has by then.
         """
         if self.cache is None:
-            if not fits():
+            if not fits(None):
                 return None
             sequence.row = row
             return Admission(sequence=sequence, row=row)
         for match in self._matches(self.cache, sequence):
-            lease = self.cache.pin(match)
-            sequence.take_hit(lease, match.hit_len)
-            if fits():
+            sequence.take_hit(match.hit_len)
+            if fits(match):
+                lease = sequence.lease = self.cache.pin(match)
                 ends = self.cache.spec.chunk_ends(sequence.target_len, match.full_len)
                 sequence.chunk_ends = tuple(end for end in ends if end > match.hit_len)
                 self.num_looked_up += sequence.target_len
                 self.num_hit += match.hit_len
                 return self._start(sequence, row, lease)
-            self.cache.release(lease)
+            # Who waits uses its prefix too: others are evicted before it.
+            self.cache.tree.touch(match.path[-1:])
             sequence.lose_row()
         return None
 

@@ -22,6 +22,7 @@ from ukv.engine.config import EngineConfig
 from ukv.engine.holdings import Holdings
 from ukv.engine.ledger import Advance, Ledger, Pages, add_pages
 from ukv.engine.plan import Admission, Chunk, Room, StepPlan
+from ukv.engine.prefix_lease import Match
 from ukv.engine.request import FinishReason, Request
 from ukv.engine.sequence import Sequence
 from ukv.errors import PoolStateError
@@ -198,10 +199,12 @@ class Scheduler:
             budget -= first.num_left
         return admitted
 
-    def _fits_beside(self, sequence: Sequence, held: Pages) -> bool:
+    def _fits_beside(
+        self, sequence: Sequence, held: Pages, match: Match | None
+    ) -> bool:
         """Return whether a sequence fits beside those who run and may hold ``held``."""
         together = add_pages(held, self._most_held(sequence))
-        return self.holdings.fits([*self.running, sequence], together)
+        return self.holdings.fits(self.running, together, match)
 
     def _serve(self, admitted: list[Admission]) -> list[Chunk]:
         """Give rows their new tokens; if pages are short, by rank."""

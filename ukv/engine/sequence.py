@@ -98,9 +98,8 @@ class Sequence:
         num_drawn = min(self.context_len, len(self.request.prompt) + num_fed)
         return max(self.num_prefilled, num_drawn)
 
-    def take_hit(self, lease: Lease, hit_len: int) -> None:
-        """Begin with a cached prefix."""
-        self.lease = lease
+    def take_hit(self, hit_len: int) -> None:
+        """Begin with cached tokens."""
         self.context_len = self.num_prefilled = self.hit_len = hit_len
 
     def lose_row(self) -> None:
