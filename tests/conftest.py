@@ -1,5 +1,6 @@
 """Settings of every test run: strict JAX, one hypothesis profile, GPU skips."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -40,6 +41,23 @@ hypothesis.settings.register_profile(
     "ukv", derandomize=True, deadline=None, max_examples=10
 )
 hypothesis.settings.load_profile("ukv")
+
+
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 15_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Drop compiled programs in time.
+
+    Each maps memory, and in a process with more than 65,530 mappings, Linux's default,
+    XLA's compiler crashes.
+    """
+    yield
+    if MAPPINGS.exists() and len(MAPPINGS.read_text().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
