@@ -155,6 +155,7 @@ def test_a_stale_table():
     require_fall("a table is stale after pages moved", found)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_reset():
     # All begin with zeros if nobody finds a prefix. What a slot holds before its
     # first use can be anything: here it is NaN.
@@ -162,6 +163,7 @@ def test_a_state_that_is_not_reset():
     require_fall("a state slot is not reset", found)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_off_by_a_page(monkeypatch):
     sound_accuracy()
     cache_states_a_page_late(monkeypatch)
