@@ -4,7 +4,8 @@
     python scripts/eval_matrix.py --backends xla best --page-sizes 16 --limit 8
 
 Backends: ``xla`` for every op; ``best``, what a user gets; ``triton`` and
-``mosaic_gpu``, those kernels wherever they cover a call, the best elsewhere. Each is
+``mosaic_gpu``, those kernels wherever they cover a call, also the ones that are only
+there on request, and the best elsewhere; the report has what ran for each op. Each is
 run with every page size, with and without the prefix cache, in a process of its own,
 on a unified pool that is short of memory; the first one is the reference.
 
@@ -18,6 +19,7 @@ that are no tie.
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 import subprocess
@@ -71,10 +73,44 @@ class Variant:
 
 def prefer(backend: str) -> None:
     """Put the lines of one implementation first in this process' table."""
+
+    def first(lines: Sequence[implementation.Support]) -> list[implementation.Support]:
+        return [
+            dataclasses.replace(line, by_default=True)
+            for line in lines
+            if line.implementation == backend
+        ]
+
     implementation.SUPPORT = {
-        op: tuple(sorted(lines, key=lambda line: line.implementation != backend))
+        op: (
+            *first(lines),
+            *(line for line in lines if line.implementation != backend),
+        )
         for op, lines in implementation.SUPPORT.items()
     }
+
+
+class _Chosen(logging.Handler):
+    """Collects what ran for each op, from the log of the dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_op: dict[str, set[str]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note one choice."""
+        op, chosen = map(str, record.args or ())
+        self.by_op.setdefault(op, set()).add(chosen)
+
+
+def watch_dispatch() -> dict[str, set[str]]:
+    """Return what runs for each op from now on, filled as it is chosen."""
+    handler = _Chosen()
+    logger = logging.getLogger(implementation.__name__)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    return handler.by_op
 
 
 def run_variant(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -82,6 +118,7 @@ def run_variant(variant: Variant, arguments: argparse.Namespace) -> dict[str, An
     started = time.perf_counter()
     if variant.backend in ("triton", "mosaic_gpu"):
         prefer(variant.backend)
+    ran = watch_dispatch()
     asked = built_in_set(limit=arguments.limit, shots=4)
     path = find_model(arguments.model)
     tokenizer = read_tokenizer(path)
@@ -127,6 +164,7 @@ def run_variant(variant: Variant, arguments: argparse.Namespace) -> dict[str, An
         "retractions": stats.num_retractions,
         "seconds": round(time.perf_counter() - started, 1),
         "device": jax.devices()[0].device_kind,
+        "ran": {op: sorted(chosen) for op, chosen in sorted(ran.items())},
         "tokens": [tokens[name] for name in names],
         "logprobs": [[round(x, 4) for x in logprobs[name]] for name in names],
     }
@@ -170,6 +208,7 @@ def spawn(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
             check=False,
         )
         if done.returncode:
+            print(f"{variant}:\n{done.stderr[-6000:]}", file=sys.stderr, flush=True)
             last = done.stderr.strip().splitlines() or ["no output"]
             return {"error": last[-1]}
         return json.loads(path.read_text())

@@ -39,7 +39,15 @@ def test_a_backend_is_preferred_and_the_others_stay(monkeypatch):
     eval_matrix.prefer("triton")
     assert implementation.SUPPORT["copy_pages"][0].implementation == "triton"
     for op, lines in implementation.SUPPORT.items():
-        assert sorted(map(repr, lines)) == sorted(map(repr, before[op]))
+        assert len(lines) == len(before[op])
+        assert all(line.by_default for line in lines if line.implementation == "triton")
+    target = implementation.Target(platform="gpu", capability=90)
+    case = implementation.OpCase(
+        page_size=1, storage_dtype="float32", compute_dtype="bfloat16", widths=(64, 64)
+    )
+    ran = eval_matrix.watch_dispatch()
+    assert implementation.resolve("kda_prefill", None, case, target=target) == "triton"
+    assert ran == {"kda_prefill": {"triton"}}
 
 
 def run_matrix(monkeypatch, capsys, *options, results):

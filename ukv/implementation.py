@@ -7,12 +7,15 @@ table is the support matrix of the documentation.
 
 import dataclasses
 import importlib.util
+import logging
 from collections.abc import Mapping
 from typing import Literal
 
 import jax
 
 from ukv.errors import UnsupportedError
+
+_LOGGER = logging.getLogger(__name__)
 
 Implementation = Literal["xla", "mosaic_gpu", "triton"]
 """How an op runs; None anywhere means the best one for the default device."""
@@ -316,6 +319,8 @@ def resolve(
 ) -> Implementation:
     """Return the implementation that runs ``case`` of ``op``.
 
+    What was chosen is logged at the level of debugging.
+
     Args:
       op: Key of ``SUPPORT``.
       implementation: The one asked for; None takes the first line that covers it
@@ -340,10 +345,12 @@ def resolve(
             refusals.setdefault(line.implementation, refusal)
     if implementation is None:
         if defaults:
+            _LOGGER.debug("%s runs on %s", op, defaults[0])
             return defaults[0]
         reasons = "; ".join(f"{name!r} {why}" for name, why in refusals.items())
         raise UnsupportedError(f"no implementation of {op} covers {case}: {reasons}")
     if implementation in works:
+        _LOGGER.debug("%s runs on %s", op, implementation)
         return implementation
     why = refusals.get(implementation, "does not exist")
     alternatives = ", ".join(repr(name) for name in works) or "nothing"
