@@ -227,6 +227,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=64, help="default %(default)s")
     add("--jobs", type=int, default=1, help="processes at once; default %(default)s")
     add("--json", type=pathlib.Path, metavar="PATH", help="write the report there")
+    add("--commit", help="commit to record when git is not at hand")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(words)
 
@@ -270,7 +271,7 @@ def main() -> None:
         "faults": sum(line["faults"] for line in whole),
         "tie_rate": num_ties / max(num_tokens, 1),
         "results": results,
-        **device_facts(),
+        **device_facts(arguments.commit),
     }
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
