@@ -124,11 +124,15 @@ def compile_kernel(
         dict(constants),
         {(i,): [["tt.divisibility", 16]] for i in range(len(dtypes))},
     )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, _WARP_THREADS),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
+    with triton.knobs.cache.scope():
+        if not triton.knobs.cache.dir:
+            # Importing jax_triton empties it, and Triton then refuses to compile.
+            triton.knobs.cache.dir = triton.knobs.cache.get_triton_dir("cache")
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, _WARP_THREADS),
+            options={"num_warps": num_warps, "num_stages": num_stages},
+        )
     metadata = compiled.metadata
     if metadata.global_scratch_size:
         raise NotImplementedError(

@@ -119,6 +119,13 @@ def test_dynamic_shared_memory_is_asked_for():
     assert ".extern .shared" in kernel.ptx
 
 
+def test_an_emptied_cache_folder_does_no_harm(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # as jax_triton does when imported
+    compile_kernel.cache_clear()
+    assert compiled(_add_kernel, *["float32"] * 3, SIZE=256).num_threads == 128
+    assert triton.knobs.cache.dir == ""
+
+
 def test_a_little_shared_memory_is_static():
     kernel = compiled(_total_kernel, "float32", "float32", SIZE=1024)
     assert kernel.shared_bytes > 0
