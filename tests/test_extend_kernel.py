@@ -244,6 +244,16 @@ SIMULATED = {
         ),
         CONFIG,
     ),
+    "window-in-the-last-page": (
+        Gqa(
+            rows=((1, 70), (3, 148)),
+            dims=(64, 64),
+            kv_heads=1,
+            window=1,
+            **BF16,
+        ),
+        CONFIG,
+    ),
     "P128-pieces": (
         Gqa(
             rows=((2, 129), (130, 260)),
@@ -609,13 +619,13 @@ def test_on_a_card(case):
 
 MLA_ON_CARD = {
     "P64-H32": KIMI(
-        rows=((300, 300), (1, 1), (0, 0), (200, 1000), (1, 900), (64, 64)),
+        rows=((300, 300), (1, 1), (0, 0), (200, 800), (1, 900), (64, 64)),
         heads=32,
         page_size=64,
     ),
     "P16-H3": KIMI(rows=((77, 78), (1, 16), (1, 17), (200, 333), (4, 2)), heads=3),
     "P128-e5m2": KIMI(
-        rows=((300, 1200), (17, 500)), heads=4, page_size=128, store="e5m2"
+        rows=((300, 900), (17, 500)), heads=4, page_size=128, store="e5m2"
     ),
     "P1": KIMI(rows=((70, 200), (17, 50)), heads=4, page_size=1, placement="high"),
 }

@@ -177,9 +177,15 @@ class Consumer:
         return ScoreOperands(tuple(queries), tuple(keys))
 
     def zero_unseen(self, tile: Tile, slot: jax.Array) -> None:
-        """Zero the values that no query sees: a weight of 0 would keep their NaN."""
+        """Zero the values that no query sees: a weight of 0 would keep their NaN.
+
+        Those are the rows behind the last token, and, where a window starts in the
+        row's last page, what was read in the stead of the block's earlier pages.
+        """
         plan = self.plan
-        num_seen = tile.last + 1 - (tile.end_block - 1) * plan.config.block_kv
+        block_start = (tile.end_block - 1) * plan.config.block_kv
+        num_seen = tile.last + 1 - block_start
+        first_read = tile.first_page * plan.problem.page_size - block_start
         for tile_column in range(plan.problem.value.width // COLUMN_TILE):
 
             def zero(tile_column: int = tile_column) -> None:
@@ -189,7 +195,8 @@ class Consumer:
                 key = plgpu.broadcasted_iota(
                     jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA
                 )
-                ref[...] = jnp.where(key < num_seen, values, jnp.zeros_like(values))
+                is_read = jnp.logical_and(key >= first_read, key < num_seen)
+                ref[...] = jnp.where(is_read, values, jnp.zeros_like(values))
 
             pl.when(self.warpgroup == tile_column % NUM_CONSUMERS)(zero)
         plgpu.commit_smem()
