@@ -1,19 +1,24 @@
 """Times the kernels at the shapes that count, against ceilings and other kernels.
 
-A result that is not right is not timed. Every step touches more bytes than the L2
-cache holds, and the card's ceilings are measured in the same run.
+All cases are compiled first, in as many processes as there are cores, and then measured
+one after the other. A result that is not right is not timed. Every step touches more
+bytes than the L2 cache holds, and the card's ceilings are measured in the same run.
 
     python scripts/bench_kernels.py --json docs/benchmarks/kernels_h200.json
     python scripts/bench_kernels.py --op mla_decode --where batch=64 --against xla
-    python scripts/bench_kernels.py --against docs/benchmarks/peers_h200.json
+    python scripts/bench_kernels.py --against docs/benchmarks/peers_h200.json \
+        --against docs/benchmarks/targets_h200.json
     python scripts/bench_kernels.py --small     # tiny shapes, on any machine
 
 It ends with a table and one JSON line. The exit code is 1 if a result was wrong.
 """
 
 import argparse
+import dataclasses
+import functools
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import get_args
 
 import jax
@@ -22,22 +27,20 @@ from tqdm import tqdm
 from scripts import benchmarking
 from scripts.benchmarking import GIB, Result
 from scripts.kernel_benches import roofline
-from scripts.kernel_benches.case import BenchCase, WrongResultError, measure
-from scripts.kernel_benches.registry import (
-    all_cases,
-    best_peer,
-    read_peers,
-    select,
+from scripts.kernel_benches.case import (
+    BenchCase,
+    WrongResultError,
+    measure,
 )
-from ukv.errors import UnsupportedError
+from scripts.kernel_benches.comparison import Line, as_text, read_lines, rows
+from scripts.kernel_benches.precompile import (
+    Job,
+    RefusedError,
+    compiled_programs,
+    num_cores,
+)
+from scripts.kernel_benches.registry import all_cases, assignment, select
 from ukv.implementation import Implementation
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return key, value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "--where",
         action="append",
         default=[],
-        type=_assignment,
+        type=assignment,
         metavar="KEY=VALUE",
         help="only cases whose shape has this value, such as batch=64",
     )
@@ -62,8 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--against",
+        action="append",
+        default=[],
         metavar="NAME|PATH",
-        help="compare with another implementation or a record of other libraries",
+        help="another implementation, or a record of other libraries or of targets",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="processes that compile; as many as cores if left out"
     )
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     parser.add_argument("--small", action="store_true", help="tiny shapes, any device")
@@ -77,46 +85,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(
-    work: list[tuple[BenchCase, Implementation]], seconds: float
-) -> tuple[list[tuple[BenchCase, Result]], list[str]]:
-    """Return the measured cases, and a line for each that could not be."""
-    measured, problems = [], []
-    for case, implementation in tqdm(work, desc="cases", unit="case"):
+    jobs: list[Job], num_processes: int, seconds: float, limits: Callable[[], dict]
+) -> tuple[list[tuple[BenchCase, Result]], dict, list[str]]:
+    """Return the measured cases, the ceilings, and a line for each that could not be.
+
+    All is compiled first. Then the ceilings and the cases are measured one after the
+    other, and nothing else runs.
+    """
+    programs = compiled_programs(jobs, num_processes)
+    ceilings, measured, problems = limits(), [], []
+    for job, program in tqdm(
+        zip(jobs, programs, strict=True), "measured", len(jobs), unit="case"
+    ):
         try:
-            measured.append((case, measure(case, implementation, seconds=seconds)))
-        except (WrongResultError, UnsupportedError) as error:
+            compiled = program()
+            result = measure(
+                job.case, job.implementation, compiled=compiled, seconds=seconds
+            )
+        except (WrongResultError, RefusedError) as error:
             problems.append(str(error))
         except jax.errors.JaxRuntimeError as error:
             # Out of memory, or a kernel that this card cannot run.
-            problems.append(f"{case} on {implementation}: {error}")
-    return measured, problems
-
-
-def _comparison(measured: list[tuple[BenchCase, Result]], against: str) -> list[str]:
-    """Return a line for each case that ``against`` has a time for."""
-    is_implementation = against in get_args(Implementation)
-    peers = [] if is_implementation else read_peers(pathlib.Path(against))
-    times = {(str(case), result.implementation): result.us for case, result in measured}
-    lines = []
-    for case, result in measured:
-        if is_implementation:
-            name, other = against, times.get((str(case), against))
+            problems.append(f"{job}: {error}")
         else:
-            peer = best_peer(peers, case.op, case.shape)
-            name, other = (peer.name, peer.us) if peer else ("", None)
-        if other is None or result.us is None or name == result.implementation:
-            continue
-        lines.append(
-            f"{other / result.us:6.2f}x  {result.us:10,.1f} us  {case} "
-            f"[{result.implementation}] against {other:,.1f} us [{name}]"
-        )
-    return lines
+            share = round(job.case.share(result.us, ceilings), 4)
+            measured.append((job.case, dataclasses.replace(result, of_ceiling=share)))
+    return measured, ceilings, problems
 
 
 def main() -> int:
     """Run the benchmark and return the exit code."""
     parser = _parser()
     arguments = parser.parse_args()
+    names = get_args(Implementation)
+    rivals = [name for name in arguments.against if name in names]
     try:
         cases = select(
             all_cases(),
@@ -124,8 +126,12 @@ def main() -> int:
             where=dict(arguments.where),
             small=arguments.small,
         )
-        if arguments.against and arguments.against not in get_args(Implementation):
-            read_peers(pathlib.Path(arguments.against))
+        others = [
+            line
+            for path in arguments.against
+            if path not in names
+            for line in read_lines(pathlib.Path(path))
+        ]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if arguments.list:
@@ -133,33 +139,40 @@ def main() -> int:
             print(f"{case}  [{', '.join(case.implementations)}]")
         return 0
     wanted = set(arguments.implementation)
-    if arguments.against in get_args(Implementation) and wanted:
-        wanted.add(arguments.against)
-    work = [
-        (case, implementation)
+    if wanted:
+        wanted.update(rivals)
+    jobs = [
+        Job(case=case, implementation=implementation)
         for case in cases
         for implementation in case.implementations
         if not wanted or implementation in wanted
     ]
-    facts = benchmarking.device_facts(arguments.commit)
-    limits = benchmarking.ceilings(
-        num_bytes=GIB // 64 if arguments.small else 4 * GIB,
-        size=256 if arguments.small else 8192,
+    small = arguments.small
+    num_processes = arguments.jobs or (1 if small else min(len(jobs), num_cores()))
+    measured, ceilings, problems = _run(
+        jobs,
+        num_processes,
+        arguments.seconds,
+        functools.partial(
+            benchmarking.ceilings,
+            num_bytes=GIB // 64 if small else 4 * GIB,
+            size=256 if small else 8192,
+        ),
     )
-    measured, problems = _run(work, arguments.seconds)
-    if arguments.against:
-        for line in _comparison(measured, arguments.against):
-            print(line)
+    facts = benchmarking.device_facts(arguments.commit)
+    results = [result for _, result in measured]
+    mine = [Line.of_result(result) for result in results]
+    others += [line for line in mine if line.name in rivals]
+    print(as_text(rows([line for line in mine if line.name not in rivals], others)))
     if arguments.plot is not None:
         roofline.draw(
-            [result for _, result in measured],
+            results,
             [case.flops / case.moved_bytes for case, _ in measured],
-            limits,
+            ceilings,
             facts["device"],
             arguments.plot,
         )
-    results = [result for _, result in measured]
-    benchmarking.finish(facts, limits, results, arguments.json)
+    benchmarking.write_record(facts, ceilings, results, arguments.json)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

@@ -1,8 +1,9 @@
 """What every benchmark script shares: device facts, ceilings, timing, records.
 
 A record has one form: ``{device, driver, versions, commit, command, ceilings,
-results}``; each result ``{op, implementation, shape, us, gbps, tflops, error}``. The
-ceilings are measured in the same run as the results that are compared with them.
+results}``; each result ``{op, implementation, shape, us, gbps, tflops, error,
+of_ceiling}``. The ceilings are measured in the same run as the results that are
+compared with them.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ class Result:
       gbps: Gigabytes per second of the bytes that must move, or None.
       tflops: Teraflops, or None.
       error: Largest error against the expected result; 0 means bit-equal.
+      of_ceiling: Part of the time that the card's ceilings make necessary, or None.
     """
 
     op: str
@@ -45,6 +47,7 @@ class Result:
     gbps: float | None = None
     tflops: float | None = None
     error: float | None = None
+    of_ceiling: float | None = None
 
 
 def _run(*command: str) -> str:
@@ -122,11 +125,6 @@ def finish(
     facts: dict, limits: dict, results: list[Result], path: pathlib.Path | None
 ) -> None:
     """Print a table and one JSON line, and write the record."""
-    record = {
-        **facts,
-        "ceilings": limits,
-        "results": [dataclasses.asdict(result) for result in results],
-    }
     sys.stdout.write(f"{'op':28} {'implementation':18} {'us':>10} {'GB/s':>8}  shape\n")
     for result in results:
         us = "-" if result.us is None else f"{result.us:,.1f}"
@@ -135,6 +133,18 @@ def finish(
             f"{result.op:28} {result.implementation:18} {us:>10} {gbps:>8}  "
             f"{result.shape} error={result.error}\n"
         )
+    write_record(facts, limits, results, path)
+
+
+def write_record(
+    facts: dict, limits: dict, results: list[Result], path: pathlib.Path | None
+) -> None:
+    """Write the record, and print it as one JSON line."""
+    record = {
+        **facts,
+        "ceilings": limits,
+        "results": [dataclasses.asdict(result) for result in results],
+    }
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")

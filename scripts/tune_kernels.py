@@ -4,15 +4,17 @@ Nothing else writes the table, and nothing is tuned while a model runs. A config
 whose result is wrong is thrown out; the default stays unless another is faster by more
 than the noise.
 
-    python scripts/tune_kernels.py --op gqa_decode
+    python scripts/tune_kernels.py --op gqa_decode --where batch=64
     python scripts/tune_kernels.py --dry-run    # measure and print, write nothing
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +23,20 @@ from tqdm import tqdm
 from pallas_kernels.tuning import tuned_path
 from scripts import benchmarking
 from scripts.benchmarking import Result
-from scripts.kernel_benches.case import BenchCase, WrongResultError, measure
-from scripts.kernel_benches.registry import all_cases, select
-from ukv.errors import UnsupportedError
+from scripts.kernel_benches.case import (
+    BenchCase,
+    Compiled,
+    WrongResultError,
+    measure,
+)
+from scripts.kernel_benches.precompile import (
+    Job,
+    RefusedError,
+    compiled_programs,
+    num_cores,
+)
+from scripts.kernel_benches.registry import all_cases, assignment, select
+from ukv.implementation import Implementation
 
 LEAST_GAIN = 0.02
 """A configuration must be faster by this share, or the default stays."""
@@ -32,29 +45,45 @@ NOT_IN_KEY = ("batch", "context", "tokens", "rows")
 """Shape keys that do not change the kernel; the batch is kept beside the key."""
 
 
-def _try(case: BenchCase, implementation, config: Any) -> Result | None:
-    try:
-        return measure(case, implementation, config=config)
-    except (WrongResultError, UnsupportedError, ValueError) as error:
-        print(f"{config}: {error}", file=sys.stderr)
-    except jax.errors.JaxRuntimeError as error:
-        # A configuration may ask for more shared memory than there is.
-        print(f"{config}: {str(error).splitlines()[0]}", file=sys.stderr)
-    return None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The default and all other configurations of a case, ready to be measured.
+
+    Attributes:
+      case: The case.
+      implementation: Who runs it.
+      programs: For the default and then for each of the case's configurations, what
+        gives its compiled program.
+    """
+
+    case: BenchCase
+    implementation: Implementation
+    programs: Sequence[Callable[[], Compiled]]
+
+    def measured(self, place: int) -> Result | None:
+        """Return the result of one configuration, or None if it is no good."""
+        try:
+            return measure(
+                self.case, self.implementation, compiled=self.programs[place]()
+            )
+        except (WrongResultError, RefusedError, jax.errors.JaxRuntimeError) as error:
+            # A configuration may ask for more shared memory than there is.
+            print(str(error).splitlines()[0], file=sys.stderr)
+        return None
 
 
-def tune(case: BenchCase, implementation, facts: dict) -> dict[str, Any] | None:
+def tune(candidates: Candidates, facts: dict) -> dict[str, Any] | None:
     """Return the table's entry for a case, or None if the default is best.
 
     Args:
-      case: The case, with ``configs`` for ``implementation``.
-      implementation: Who runs it.
+      candidates: The case, and the programs of its configurations.
       facts: What the evidence says of device, versions and commit.
     """
-    default = _try(case, implementation, None)
+    case, implementation = candidates.case, candidates.implementation
+    default = candidates.measured(0)
     best: tuple[Result, Any] | None = None
-    for config in tqdm(case.configs[implementation], desc=str(case), leave=False):
-        result = _try(case, implementation, config)
+    for place, config in enumerate(case.configs[implementation], 1):
+        result = candidates.measured(place)
         if result is not None and (best is None or result.us < best[0].us):
             best = result, config
     if best is None:
@@ -101,22 +130,46 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", action="append", default=[], help="only this op")
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        type=assignment,
+        metavar="KEY=VALUE",
+        help="only cases whose shape has this value, such as batch=64",
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     parser.add_argument("--out", type=pathlib.Path, help="table to write instead")
+    parser.add_argument("--jobs", type=int, help="processes that compile")
     parser.add_argument("--commit", help="commit to record when git is not at hand")
     arguments = parser.parse_args()
     try:
-        cases = select(all_cases(), ops=arguments.op, where={}, small=arguments.small)
+        cases = select(
+            all_cases(),
+            ops=arguments.op,
+            where=dict(arguments.where),
+            small=arguments.small,
+        )
     except ValueError as error:
         parser.error(str(error))
-    facts = benchmarking.device_facts(arguments.commit)
     work = [(case, name) for case in cases for name in case.configs]
     if not work:
         parser.error("none of these cases has configurations to try")
+    jobs = [
+        Job(case=case, implementation=name, config=config)
+        for case, name in work
+        for config in (None, *case.configs[name])
+    ]
+    num_processes = arguments.jobs or (1 if arguments.small else num_cores())
+    programs = iter(compiled_programs(jobs, num_processes))
+    facts = benchmarking.device_facts(arguments.commit)
     found = []
-    for case, implementation in tqdm(work, desc="cases", unit="case"):
-        entry = tune(case, implementation, facts)
+    for case, name in tqdm(work, desc="cases", unit="case"):
+        of_case = tuple(itertools.islice(programs, 1 + len(case.configs[name])))
+        entry = tune(
+            Candidates(case=case, implementation=name, programs=of_case), facts
+        )
         if entry is not None:
             found.append(entry)
             print(json.dumps(entry))

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import tuning
@@ -13,11 +14,24 @@ from scripts.benchmarking import Result
 from scripts.kernel_benches import roofline
 from scripts.kernel_benches.case import (
     BenchCase,
-    Prepared,
+    Program,
     WrongResultError,
+    check,
+    compile_program,
     measure,
 )
-from scripts.kernel_benches.registry import all_cases, best_peer, read_peers, select
+from scripts.kernel_benches.comparison import (
+    Line,
+    as_markdown,
+    as_text,
+    best_peer,
+    read_lines,
+    rows,
+    verdict,
+)
+from scripts.kernel_benches.precompile import Job, compiled_programs, pack_programs
+from scripts.kernel_benches.random_words import random_words
+from scripts.kernel_benches.registry import all_cases, select
 from ukv.implementation import SUPPORT
 
 CASES = all_cases()
@@ -31,12 +45,15 @@ class Width:
 
 
 def made_up_case(error=0.0, slow_default=False, small=True, configs=()):
-    def prepare(implementation, config):
+    def program(implementation, config):
         del implementation
         size = 1 << 12 if config is not None or not slow_default else 1 << 21
-        step = jax.jit(lambda x: jnp.sin(x) + 1, donate_argnums=0)
-        return Prepared(
-            step=step, state=jnp.ones(size), calls=1, touched_bytes=8, error=error
+        return Program(
+            make=lambda: jnp.ones(size),
+            step=lambda x: jnp.sin(x) + 1,
+            error=lambda x: jnp.float32(error),
+            calls=1,
+            touched_bytes=8,
         )
 
     return BenchCase(
@@ -46,7 +63,7 @@ def made_up_case(error=0.0, slow_default=False, small=True, configs=()):
         flops=2,
         max_error=1e-3,
         implementations=("xla",),
-        prepare=prepare,
+        program=program,
         configs={"xla": configs} if configs else {},
         small=small,
     )
@@ -66,8 +83,7 @@ def test_small_case_is_right_and_timed(case):
     ids=str,
 )
 def test_case_is_right_on_the_card(case, implementation):
-    prepared = case.prepare(implementation, None)
-    assert prepared.error <= case.max_error
+    check(case, implementation, compile_program(case.program(implementation, None)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -106,11 +122,11 @@ def test_peers_are_matched_by_every_key_of_theirs(tmp_path):
     lines = [("slow", 64, 9.0), ("fast", 64, 5.0), ("other", 128, 1.0)]
     results = [
         {"op": "mla_decode", "implementation": n, "shape": {"batch": b}, "us": us}
-        for n, b, us in lines
+        for n, b, us in [*lines, ("target", 64, 4.0), ("unmeasured", 64, None)]
     ]
     path = tmp_path / "peers.json"
     path.write_text(json.dumps({"results": results}))
-    peers = read_peers(path)
+    peers = read_lines(path)
     best = best_peer(peers, "mla_decode", {"batch": 64, "context": 8192})
     assert best is not None
     assert (best.name, best.us) == ("fast", 5.0)
@@ -118,11 +134,74 @@ def test_peers_are_matched_by_every_key_of_theirs(tmp_path):
     assert best_peer(peers, "mla_decode", {"context": 8192}) is None
     path.write_text("{}")
     with pytest.raises(ValueError, match="not a benchmark record"):
-        read_peers(path)
+        read_lines(path)
 
 
-def test_recorded_peers_are_read():
-    assert len(read_peers(benchmark_records() / "peers_h200.json")) > 100
+def line(name, **fields):
+    return Line(op="mla_decode", name=name, shape={"batch": 64}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({"us": 5.0}, "<= 5 us: yes"),
+        ({"us": 4.0}, "<= 4 us: no"),
+        ({"us": None, "tflops": 560.0}, ">= 560 TFLOP/s: yes"),
+        ({"us": None, "of_ceiling": 0.9}, ">= 90%: no"),
+    ],
+)
+def test_target_says_whether_it_is_reached(target, said):
+    mine = line("triton", us=5.0, tflops=570.0, of_ceiling=0.85)
+    assert verdict([line("target", **target), line("peer", us=1.0)], mine) == said
+
+
+def test_table_has_peer_and_target():
+    mine = line("triton", us=5.0, of_ceiling=0.85, error=1e-3)
+    peers = [line("fast", us=10.0), line("target", us=6.0)]
+    table = rows([mine, line("absent", us=None)], peers)
+    wanted = "batch=64", "triton", "5.0", "85.0%", "1.0e-03", "10 us, fast", "2.00"
+    assert table[1:] == [("mla_decode", *wanted, "<= 6 us: yes")]
+    assert as_text(table).splitlines()[1].startswith("mla_decode")
+    assert as_markdown(table).splitlines()[1].count("---") == len(table[0])
+
+
+@pytest.mark.parametrize("name", ["peers_h200.json", "targets_h200.json"])
+def test_recorded_peers_and_targets_belong_to_cases(name):
+    lines = read_lines(benchmark_records() / name)
+    timed = [case for case in CASES if not case.small]
+    without = [
+        (line.op, dict(line.shape))
+        for line in lines
+        if not any(
+            case.op == line.op
+            and line.shape.keys() <= case.shape.keys()
+            and all(case.shape[key] == value for key, value in line.shape.items())
+            for case in timed
+        )
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_random_words_are_numbers_of_both_signs(dtype):
+    words = jax.jit(random_words, static_argnums=(0, 1))((64, 33), dtype)
+    values = np.asarray(words).view(jnp.dtype(dtype)).astype(np.float32)
+    assert np.abs(values).min() >= 0.5
+    assert np.abs(values).max() < 2
+    assert 0.45 < np.mean(values > 0) < 0.55
+    with pytest.raises(ValueError, match="ends in 1"):
+        random_words((2, 2), dtype, smallest=0.25)
+
+
+def test_programs_of_another_process_are_measured():
+    (case,) = select(CASES, ops=["kv_write"], where={}, small=True)
+    jobs = [Job(case=case, implementation=name) for name in ("xla", "mosaic_gpu")]
+    good, refused = pack_programs(jobs, 1)
+    assert "UnsupportedError" in refused.refusal
+    result = measure(case, "xla", compiled=good.load(), seconds=0.01)
+    assert result.error == 0
 
 
 def benchmark_records():
@@ -137,10 +216,17 @@ def test_roofline_is_drawn(tmp_path):
     assert path.stat().st_size > 1000
 
 
+def candidates(case):
+    configs = (None, *case.configs["xla"])
+    jobs = [Job(case=case, implementation="xla", config=config) for config in configs]
+    programs = compiled_programs(jobs, 1)
+    return tune_kernels.Candidates(case=case, implementation="xla", programs=programs)
+
+
 def test_tuning_keeps_the_faster_configuration_with_its_evidence(tmp_path, monkeypatch):
     facts = {"driver": "1", "versions": {}, "commit": "c", "command": "tune"}
     case = made_up_case(slow_default=True, configs=(Width(width=3),))
-    entry = tune_kernels.tune(case, "xla", facts)
+    entry = tune_kernels.tune(candidates(case), facts)
     assert entry is not None
     assert entry["config"] == {"width": 3}
     assert entry["evidence"]["us"] < entry["evidence"]["default_us"]
@@ -158,7 +244,7 @@ def test_tuning_keeps_the_faster_configuration_with_its_evidence(tmp_path, monke
 def test_tuning_takes_no_wrong_configuration():
     case = made_up_case(error=1.0, slow_default=True, configs=(Width(width=3),))
     facts = {"driver": "1", "versions": {}, "commit": "c", "command": "tune"}
-    assert tune_kernels.tune(case, "xla", facts) is None
+    assert tune_kernels.tune(candidates(case), facts) is None
 
 
 def test_nearest_batch_is_taken(tmp_path, monkeypatch):

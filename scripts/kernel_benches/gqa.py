@@ -2,7 +2,8 @@
 
 A step calls the op for layer after layer, the output of one being the queries of the
 next. The pool holds random numbers; table entries behind a window hold what released
-pages leave, here block 0.
+pages leave, here block 0. Compared are the first and the last query token of the first
+layer with a float32 reference.
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.extend import ExtendConfig
-from scripts.kernel_benches.case import BenchCase, Prepared
+from scripts.kernel_benches.case import BenchCase, Program, relative_error
+from scripts.kernel_benches.random_words import random_words
 from ukv.ids import KernelBlocks
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import gqa_attention, gqa_decode
@@ -22,9 +24,6 @@ from ukv.ops.gpu_kernels import paged_part, triton_kernels
 from ukv.ops.online_softmax import Scoring
 from ukv.pool import read_blocks
 from ukv.spec import AttentionSpec
-
-CHECKED_TOKENS = 2
-"""Query tokens that are compared with a float32 reference: the first and the last."""
 
 TOUCHED_BYTES = 2 << 30
 """What a step of a decode reads at full size, about: layers are added until it does."""
@@ -107,19 +106,6 @@ def _layout(shape: Shape, num_layers: int) -> PoolLayout:
     return unified_layout([spec], pool_bytes=(pages + 8) * shape.page_size * entry)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "words", "dtype"))
-def _random_pool(key: jax.Array, rows: int, words: int, dtype: str) -> jax.Array:
-    per_word = 4 // jnp.dtype(dtype).itemsize
-
-    def fill(key: jax.Array) -> jax.Array:
-        values = jax.random.normal(key, (words, per_word), jnp.float32).astype(dtype)
-        if per_word == 1:
-            values = values[:, 0]
-        return jax.lax.bitcast_convert_type(values, jnp.uint32)
-
-    return jax.lax.map(fill, jax.random.split(key, rows), batch_size=min(rows, 8192))
-
-
 def _table(shape: Shape, layout: PoolLayout) -> np.ndarray:
     sub = layout.sub_pool("kv")
     pages = -(-shape.kv_len // shape.page_size)
@@ -130,15 +116,14 @@ def _table(shape: Shape, layout: PoolLayout) -> np.ndarray:
     return table * sub.blocks_per_page
 
 
-def _reference(shape: Shape, buffers, views, table: np.ndarray, q, row, token):
+def _reference(shape: Shape, buffers, views, blocks, q, token: int) -> jax.Array:
     """Attend one query token of one row in float32, all keys at once."""
     first = shape.first_live_page * shape.page_size
-    blocks = jnp.asarray(table[row, shape.first_live_page :])
     position = shape.kv_len - shape.query + token
     oldest = max(position + 1 - shape.window, 0) if shape.window else 0
     seen = slice(oldest - first, position + 1 - first)
     k, v = (
-        read_blocks(buffers[view.buffer_index], view, blocks)
+        read_blocks(buffers[view.buffer_index], view, blocks[shape.first_live_page :])
         .reshape(-1, shape.kv_heads, shape.head_dim)[seen]
         .astype(jnp.float32)
         for view in views
@@ -146,91 +131,85 @@ def _reference(shape: Shape, buffers, views, table: np.ndarray, q, row, token):
     q = q.astype(jnp.float32).reshape(shape.kv_heads, -1, shape.head_dim)
     multiply = functools.partial(jnp.einsum, precision="highest")
     weights = jax.nn.softmax(multiply("gmd,ngd->gmn", q, k) * shape.head_dim**-0.5)
-    found = multiply("gmn,ngd->gmd", weights, v)
-    return np.asarray(found, np.float64).reshape(shape.q_heads, -1)
+    return multiply("gmn,ngd->gmd", weights, v).reshape(shape.q_heads, -1)
 
 
-def _prepare(implementation, config, *, shape: Shape, num_layers: int) -> Prepared:
+def _attend(shape: Shape, implementation, config, views, q, buffers, ids, bounds, lens):
+    table = KernelBlocks(ids=ids, sub_pool="kv")
+    lengths = {"kv_lens": lens}
+    if not shape.is_decode:
+        lengths["cu_query_lens"] = bounds
+    options = {"softmax_scale": shape.head_dim**-0.5, "window": shape.window or None}
+    if config is not None:
+        k, v = views
+        if implementation == "mosaic_gpu":
+            scoring = Scoring(**options)
+            run = functools.partial(gqa_packed, scoring=scoring, config=config)
+            return run(q, buffers, k, v, ids, **lengths)[0]
+        pools = buffers[k.buffer_index], buffers[v.buffer_index]
+        parts = {"k": paged_part(k), "v": paged_part(v), "config": config}
+        if shape.is_decode:
+            run = triton_kernels("gqa_decode_triton").gqa_decode
+        else:
+            run = triton_kernels("gqa_extend_triton").gqa_extend
+        return run(q, *pools, ids, **lengths, **parts, **options)[0]
+    options |= {"implementation": implementation}
+    if shape.is_decode:
+        return gqa_decode(q, buffers, *views, table, **lengths, **options)[0]
+    lengths["max_query_len"] = shape.query
+    return gqa_attention(q, buffers, *views, table, **lengths, **options)[0]
+
+
+def _program(implementation, config, *, shape: Shape, num_layers: int) -> Program:
     layout = _layout(shape, num_layers)
     views = [
         tuple(layout.part_view("kv", layer=layer, part=part) for part in "kv")
         for layer in range(num_layers)
     ]
-    options = {
-        "softmax_scale": shape.head_dim**-0.5,
-        "window": shape.window or None,
-    }
-    heads = (shape.q_heads, shape.head_dim)
+    attend = functools.partial(_attend, shape, implementation, config)
+    lead = (shape.batch, 1) if shape.is_decode else (shape.batch * shape.query,)
+    q_shape = (*lead, shape.q_heads, shape.head_dim)
+    words = layout.buffer_words[0]
+    table = _table(shape, layout)
 
-    def attend(layer, q, buffers, ids, bounds, kv_lens):
-        table = KernelBlocks(ids=ids, sub_pool="kv")
-        lens = {"kv_lens": kv_lens}
-        if not shape.is_decode:
-            lens["cu_query_lens"] = bounds
-        if config is not None:
-            k, v = views[layer]
-            if implementation == "mosaic_gpu":
-                scoring = Scoring(**options)
-                run = functools.partial(gqa_packed, scoring=scoring, config=config)
-                return run(q, buffers, k, v, ids, **lens)[0]
-            pools = buffers[k.buffer_index], buffers[v.buffer_index]
-            parts = {"k": paged_part(k), "v": paged_part(v), "config": config}
-            if shape.is_decode:
-                run = triton_kernels("gqa_decode_triton").gqa_decode
-            else:
-                run = triton_kernels("gqa_extend_triton").gqa_extend
-            return run(q, *pools, ids, **lens, **parts, **options)[0]
-        chosen = {**options, "implementation": implementation}
-        if shape.is_decode:
-            return gqa_decode(q, buffers, *views[layer], table, **lens, **chosen)[0]
-        return gqa_attention(
-            q,
-            buffers,
-            *views[layer],
-            table,
-            **lens,
-            max_query_len=shape.query,
-            **chosen,
-        )[0]
+    def make():
+        pool = random_words((layout.pool_bytes // (4 * words), words), shape.dtype)
+        key = jax.random.key(1, impl="rbg")
+        q = jax.random.normal(key, q_shape, jnp.dtype(shape.dtype))
+        bounds = jnp.arange(shape.batch + 1, dtype=jnp.int32) * shape.query
+        kv_lens = jnp.full(shape.batch, shape.kv_len, jnp.int32)
+        outs = jnp.zeros_like(q), jnp.zeros_like(q)
+        return q, outs, (pool,), jnp.asarray(table), bounds, kv_lens
 
     def step(state):
-        q, buffers, ids, bounds, kv_lens = state
-        for layer in range(num_layers):
-            q = attend(layer, q, buffers, ids, bounds, kv_lens)
-        return q, buffers, ids, bounds, kv_lens
+        q, _, *rest = state
+        first = last = attend(views[0], q, *rest)
+        for of_layer in views[1:]:
+            last = attend(of_layer, last, *rest)
+        return q, (first, last), *rest
 
-    words = layout.buffer_words[0]
-    rows = layout.pool_bytes // (4 * words)
-    pool = _random_pool(jax.random.key(0, impl="rbg"), rows, words, shape.dtype)
-    table = _table(shape, layout)
-    lead = (shape.batch, 1) if shape.is_decode else (shape.batch * shape.query,)
-    q = jax.random.normal(jax.random.key(1), (*lead, *heads), jnp.dtype(shape.dtype))
-    state = (
-        q,
-        (pool,),
-        jnp.asarray(table),
-        jnp.arange(shape.batch + 1, dtype=jnp.int32) * shape.query,
-        jnp.full(shape.batch, shape.kv_len, jnp.int32),
-    )
-    layer = num_layers - 1
-    found = jax.jit(functools.partial(attend, layer))(*state)
-    tokens = np.linspace(0, shape.batch * shape.query - 1, CHECKED_TOKENS).astype(int)
-    error = 0.0
-    for at in np.unique(tokens):
-        row, token = divmod(int(at), shape.query)
-        wanted = _reference(
-            shape, state[1], views[layer], table, q.reshape(-1, *heads)[at], row, token
-        )
-        got = np.asarray(found.reshape(-1, *heads)[at], np.float64)
-        # Not max(): NaN must stay.
-        error = np.maximum(error, np.abs(got - wanted).max() / np.abs(wanted).max())
-    return Prepared(
-        # Nothing of the state may lose its address, used or not.
-        step=jax.jit(step, donate_argnums=0, keep_unused=True),
-        state=state,
+    def error(state):
+        q, (first, _), buffers, ids, *_ = state
+        errors = []
+        for at in {0, shape.batch * shape.query - 1}:
+            row, token = divmod(at, shape.query)
+            wanted = _reference(
+                shape,
+                buffers,
+                views[0],
+                ids[row],
+                q.reshape(-1, *q_shape[-2:])[at],
+                token,
+            )
+            errors.append(relative_error(first.reshape(-1, *q_shape[-2:])[at], wanted))
+        return jnp.max(jnp.stack(errors))
+
+    return Program(
+        make=make,
+        step=step,
+        error=error,
         calls=num_layers,
         touched_bytes=num_layers * shape.read_bytes,
-        error=float(error),
     )
 
 
@@ -282,7 +261,7 @@ def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
         max_error=1e-2 if itemsize == 2 else 1e-4,
         # At full size the reference gathers more than a card holds for a prefill.
         implementations=_implementations(shape, small=small),
-        prepare=functools.partial(_prepare, shape=shape, num_layers=num_layers),
+        program=functools.partial(_program, shape=shape, num_layers=num_layers),
         configs={} if small else _configs(shape),
         small=small,
     )

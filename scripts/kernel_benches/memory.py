@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.benchmarking import GIB
-from scripts.kernel_benches.case import BenchCase, Prepared
+from scripts.kernel_benches.case import BenchCase, Program
 from ukv.ids import PhysicalPages, WriteLocations
-from ukv.layout import PoolLayout, SubPoolLayout, unified_layout
+from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import write_kv
-from ukv.pool import copy_pages, create_pool, read_entries
+from ukv.pool import copy_pages, pool_struct, read_entries
 from ukv.spec import AttentionSpec, MLASpec, SubPoolSpec, kda_state_spec
 
 
@@ -43,35 +43,31 @@ def kimi_layout(num_mla_layers: int, pool_bytes: int) -> PoolLayout:
     return unified_layout(specs, pool_bytes=pool_bytes)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _number_rows(buffer: jax.Array) -> jax.Array:
+def _numbered_rows(layout: PoolLayout) -> jax.Array:
+    """Return a buffer whose rows hold their own number."""
+    (buffer,) = pool_struct(layout).buffers
     number = jnp.arange(buffer.shape[0], dtype=jnp.uint32)
     return jnp.broadcast_to(number[:, None], buffer.shape)
 
 
-def _wrong_rows(
-    buffer: jax.Array, sub: SubPoolLayout, src: np.ndarray, dst: np.ndarray
-) -> float:
-    """Return how many of some sampled rows of moved pages hold another row's number."""
-    rng = np.random.default_rng(1)
-    row_bytes = 4 * buffer.shape[1]
-    page_rows, base = sub.page_bytes // row_bytes, sub.base_bytes // row_bytes
-    sample = rng.integers(0, len(src), 256)
-    offset = rng.integers(0, page_rows, 256)
-    found = buffer[jnp.asarray(base + dst[sample] * page_rows + offset), 0]
-    wanted = base + src[sample].astype(np.int64) * page_rows + offset
-    return float(np.sum(np.asarray(found).astype(np.int64) != wanted))
-
-
-def _prepare_page_move(
+def _page_move_program(
     implementation, config, *, sub_pool: str, layout: PoolLayout, count: int
-) -> Prepared:
+) -> Program:
     if config is not None:
         raise ValueError("page moves have no configuration to try")
     sub = layout.sub_pool(sub_pool)
     rng = np.random.default_rng(0)
     pages = rng.permutation(sub.num_pages)[: 2 * count].astype(np.int32)
-    src, dst = pages[:count], pages[count:]
+    row_bytes = 4 * layout.buffer_words[0]
+    page_rows, base = sub.page_bytes // row_bytes, sub.base_bytes // row_bytes
+    # Which rows are looked at: of sampled pages, the first, the last and others.
+    sample = rng.integers(0, count, 256)
+    offset = rng.integers(0, page_rows, 256)
+    offset[:128] = np.where(sample[:128] % 2, 0, page_rows - 1)
+
+    def make():
+        ids = jnp.asarray(pages)
+        return (_numbered_rows(layout),), ids[:count], ids[count:]
 
     def step(state):
         buffers, src, dst = state
@@ -84,18 +80,20 @@ def _prepare_page_move(
             jnp.int32(count),
             implementation=implementation,
         )
-        # The next step moves them back: always between the same two sets.
-        return buffers, dst, src
+        return buffers, src, dst
 
-    jitted = jax.jit(step, donate_argnums=0)
-    numbered = _number_rows(create_pool(layout).buffers[0])
-    state = jitted(((numbered,), jnp.asarray(src), jnp.asarray(dst)))
-    return Prepared(
-        step=jitted,
-        state=state,
+    def error(state):
+        (buffer,), src, dst = state
+        found = buffer[base + dst[sample] * page_rows + offset]
+        wanted = (base + src[sample] * page_rows + offset).astype(jnp.uint32)
+        return jnp.sum(found != wanted[:, None]).astype(jnp.float32)
+
+    return Program(
+        make=make,
+        step=step,
+        error=error,
         calls=1,
         touched_bytes=2 * count * sub.page_bytes,
-        error=_wrong_rows(state[0][0], sub, src, dst),
     )
 
 
@@ -122,9 +120,10 @@ def _page_move(
         flops=0,
         max_error=0.0,
         implementations=("xla",) if small else ("mosaic_gpu", "triton", "xla"),
-        prepare=functools.partial(
-            _prepare_page_move, sub_pool=sub_pool, layout=layout, count=count
+        program=functools.partial(
+            _page_move_program, sub_pool=sub_pool, layout=layout, count=count
         ),
+        bandwidth="copy",
         small=small,
     )
 
@@ -157,9 +156,9 @@ def _write_step(state, *, name: str, views, implementation):
     return buffers, blocks, offsets, values
 
 
-def _prepare_write(
+def _write_program(
     implementation, config, *, layout: PoolLayout, tokens: int, groups: int
-) -> Prepared:
+) -> Program:
     if config is not None:
         raise ValueError("writes have no configuration to try")
     (sub,) = layout.sub_pools
@@ -171,46 +170,48 @@ def _prepare_write(
         for layer in range(sub.spec.num_layers)
     ]
     slots = np.random.default_rng(0).permutation(sub.num_pages * sub.page_size)
-    slots = slots[: groups * tokens].reshape(groups, tokens)
+    slots = slots[: groups * tokens].reshape(groups, tokens).astype(np.int32)
     ids, offsets = slots // sub.page_size * sub.blocks_per_page, slots % sub.page_size
-    values = tuple(
-        tuple(
-            jax.random.normal(key, (tokens, *view.shape), jnp.bfloat16)
-            for key, view in zip(
-                jax.random.split(jax.random.key(group), len(views[0])),
-                views[0],
-                strict=True,
+
+    def make():
+        (buffer,) = pool_struct(layout).buffers
+        values = tuple(
+            jax.random.normal(
+                jax.random.key(part, impl="rbg"),
+                (groups, tokens, *view.shape),
+                jnp.bfloat16,
             )
+            for part, view in enumerate(views[0])
         )
-        for group in range(groups)
-    )
+        return (
+            (jnp.full(buffer.shape, 0xFFFFFFFF, jnp.uint32),),
+            tuple(jnp.asarray(ids)),
+            tuple(jnp.asarray(offsets)),
+            tuple(zip(*values, strict=True)),
+        )
 
-    def arrays(numbers: np.ndarray) -> tuple[jax.Array, ...]:
-        return tuple(jnp.asarray(row, jnp.int32) for row in numbers)
+    def error(state):
+        buffers, _, _, values = state
+        wrong = jnp.int32(0)
+        for group in {0, groups - 1}:
+            for layer in (views[0], views[-1]):
+                for view, value in zip(layer, values[group], strict=True):
+                    rows = (ids[group] + view.block_offset) * view.page_size
+                    rows = rows + offsets[group] * view.rows_per_entry
+                    found = read_entries(buffers[0], view, jnp.asarray(rows))
+                    wrong += jnp.sum(found != value)
+        return wrong.astype(jnp.float32)
 
-    step = jax.jit(
-        functools.partial(
-            _write_step, name=sub.name, views=views, implementation=implementation
-        ),
-        donate_argnums=0,
-    )
-    state = step((create_pool(layout).buffers, arrays(ids), arrays(offsets), values))
-    wrong = 0
-    for group in (0, groups - 1):
-        for layer in views:
-            for view, value in zip(layer, state[3][group], strict=True):
-                rows = (ids[group] + view.block_offset) * view.page_size
-                rows = rows + offsets[group] * view.rows_per_entry
-                found = read_entries(state[0][0], view, jnp.asarray(rows, jnp.int32))
-                wrong += int(jnp.sum(found != value))
     entry_bytes = sum(view.num_elements * view.dtype.itemsize for view in views[0])
     calls = groups * len(views)
-    return Prepared(
-        step=step,
-        state=state,
+    return Program(
+        make=make,
+        step=functools.partial(
+            _write_step, name=sub.name, views=views, implementation=implementation
+        ),
+        error=error,
         calls=calls,
         touched_bytes=2 * calls * tokens * entry_bytes,
-        error=float(wrong),
     )
 
 
@@ -237,9 +238,10 @@ def _write(
         flops=0,
         max_error=0.0,
         implementations=("triton", "xla"),
-        prepare=functools.partial(
-            _prepare_write, layout=layout, tokens=tokens, groups=groups
+        program=functools.partial(
+            _write_program, layout=layout, tokens=tokens, groups=groups
         ),
+        bandwidth="copy",
         small=small,
     )
 

@@ -4,8 +4,8 @@ A decode step is everything between a layer's projections and its output norm; a
 prefill is what follows the short convolution. Steps go from layer to layer of the
 pool, and at small batches to further slots, until they touch enough memory.
 
-Compared is one head of one row with a float64 recurrence: its outputs for as many
-tokens as that takes a second or two, and the state if that is all of them.
+Compared is one head of one row with a float32 recurrence: its outputs for at most 8,192
+tokens, and the state if those are all.
 """
 
 import dataclasses
@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.kernel_benches.case import COLD_BYTES, BenchCase, Prepared
+from scripts.kernel_benches.case import (
+    COLD_BYTES,
+    BenchCase,
+    Program,
+    relative_error,
+)
+from scripts.kernel_benches.random_words import random_words
 from ukv.ids import KernelBlocks
 from ukv.layout import PartView, PoolLayout, unified_layout
 from ukv.ops import (
@@ -103,85 +109,66 @@ class Shape:
         return unified_layout([spec], pool_bytes=pool_bytes)
 
     def parameters(self) -> tuple[ShortConv, KdaGate | GdnGate]:
-        """Return random parameters of a layer."""
+        """Return random parameters of a layer, as NumPy arrays."""
         rng = np.random.default_rng(1)
         weight = rng.standard_normal((self.channels, CONV_WIDTH)) * 0.5
-        a_log = jnp.asarray(np.log(rng.uniform(1, 16, self.heads)), jnp.float32)
-        bias = jnp.asarray(rng.standard_normal(self.gates) - 4, jnp.float32)
+        a_log = np.log(rng.uniform(1, 16, self.heads)).astype(np.float32)
+        bias = (rng.standard_normal(self.gates) - 4).astype(np.float32)
         gate_type = KdaGate if self.kind == "kda" else GdnGate
-        conv = ShortConv(weight=jnp.asarray(weight, jnp.float32))
-        return conv, gate_type(a_log=a_log, dt_bias=bias)
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "words"))
-def _random_buffer(rows: int, words: int) -> jax.Array:
-    """Fill a pool with pairs of small bfloat16 numbers: small float32 numbers too."""
-
-    def fill(number: jax.Array) -> jax.Array:
-        # Cheap, and different in every row: what is in a state hardly matters.
-        place = jnp.arange(2 * words, dtype=jnp.float32)
-        values = 0.1 * jnp.sin(place + number.astype(jnp.float32))
-        values = values.astype(jnp.bfloat16).reshape(words, 2)
-        return jax.lax.bitcast_convert_type(values, jnp.uint32)
-
-    return jax.vmap(fill)(jnp.arange(rows, dtype=jnp.uint32))
+        conv = ShortConv(weight=weight.astype(np.float32))
+        return jax.tree.map(jnp.asarray, (conv, gate_type(a_log=a_log, dt_bias=bias)))
 
 
 def _buffers(layout: PoolLayout) -> tuple[jax.Array, ...]:
+    """Return a pool of pairs of small bfloat16 numbers: small float32 numbers too."""
     return tuple(
-        _random_buffer(*buffer.shape) for buffer in pool_struct(layout).buffers
+        random_words(buffer.shape, "bfloat16", smallest=2**-5)
+        for buffer in pool_struct(layout).buffers
     )
 
 
-def _random(rng: np.random.Generator, *shape: int) -> jax.Array:
-    key = jax.random.key(int(rng.integers(1 << 30)))
-    return jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.bfloat16)
 
 
-def _slots(layout: PoolLayout, pages: np.ndarray) -> jax.Array:
-    ids = pages.astype(np.int32) * layout.sub_pool("state").blocks_per_page
-    return jnp.asarray(ids)
+def _slots(layout: PoolLayout, pages: np.ndarray) -> np.ndarray:
+    return pages.astype(np.int32) * layout.sub_pool("state").blocks_per_page
 
 
 def _state_of(
     buffers: tuple[jax.Array, ...], view: PartView, slots: jax.Array, row: int
-) -> np.ndarray:
+) -> jax.Array:
     first_rows = slots[row : row + 1] + view.block_offset
     entry = read_entries(buffers[view.buffer_index], view, first_rows)
-    return np.asarray(entry[0], np.float64)
+    return entry[0].astype(jnp.float32)
 
 
-def _recur(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    log_decay: np.ndarray,
-    beta: np.ndarray,
-    state: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Run one head over its tokens, in float64; q and k are not normalised."""
-    q = q / np.sqrt(np.sum(q * q, -1, keepdims=True) + 1e-6) * q.shape[-1] ** -0.5
-    k = k / np.sqrt(np.sum(k * k, -1, keepdims=True) + 1e-6)
-    outs = []
-    for t in range(len(q)):
-        state = state * np.exp(log_decay[t])
-        state = state + np.outer(beta[t] * (v[t] - state @ k[t]), k[t])
-        outs.append(state @ q[t])
-    return np.stack(outs), state
+def _normalized(x: jax.Array) -> jax.Array:
+    return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+def _recur(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
+    """Run one head over its tokens, in float32; q and k are not normalised."""
+
+    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
+        q, k, v, log_decay, beta = token
+        state = state * jnp.exp(log_decay).reshape(1, -1)
+        missing = beta * (v - jnp.sum(state * k[None], -1))
+        state = state + missing[:, None] * k[None]
+        return state, jnp.sum(state * q[None], -1)
+
+    q = _normalized(q) * q.shape[-1] ** -0.5
+    state, outs = jax.lax.scan(step, state, (q, _normalized(k), v, log_decay, beta))
+    return outs, state
 
 
 def _activate(
-    gate: KdaGate | GdnGate, logits: np.ndarray, beta_logits: np.ndarray, head: int
-) -> tuple[np.ndarray, np.ndarray]:
+    gate: KdaGate | GdnGate, logits: jax.Array, beta_logits: jax.Array, head: int
+) -> tuple[jax.Array, jax.Array]:
     """Return log decay and beta of one head, of logits that are its own."""
-    bias = np.asarray(gate.dt_bias, np.float64)[head]
-    rate = np.exp(np.asarray(gate.a_log, np.float64)[head])
-    log_decay = -rate * np.logaddexp(logits + bias, 0)
-    return log_decay, 1 / (1 + np.exp(-beta_logits))
-
-
-def _error(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.max(np.abs(actual - expected)) / np.max(np.abs(expected)))
+    bias = jnp.broadcast_to(gate.dt_bias[head], logits.shape)
+    steps = jnp.logaddexp(logits + bias, 0.0)
+    return -jnp.exp(gate.a_log[head]) * steps, jax.nn.sigmoid(beta_logits)
 
 
 def _num_slot_sets(shape: Shape) -> int:
@@ -190,148 +177,160 @@ def _num_slot_sets(shape: Shape) -> int:
     return min(-(-COLD_BYTES // touched), 4)
 
 
-def _decode(shape: Shape, layout: PoolLayout, implementation, state):
-    """Run every layer on every set of slots."""
-    conv, gate = shape.parameters()
-    op = kda_decode_step if shape.kind == "kda" else gdn_decode_step
-    buffers, slot_sets, is_fresh, tokens, out = state
-    for slots in slot_sets:
-        for layer in range(shape.num_layers):
-            views = DeltaViews(
-                recurrent=layout.part_view("state", layer=layer, part="recurrent"),
-                conv=layout.part_view("state", layer=layer, part="conv"),
-            )
-            buffers, out = op(
-                buffers,
-                views,
-                tokens,
-                conv,
-                gate,
-                StateSlots(slots=KernelBlocks(slots, "state"), is_fresh=is_fresh),
-                implementation=implementation,
-            )
-    return buffers, slot_sets, is_fresh, tokens, out
+def _views(layout: PoolLayout, layer: int) -> DeltaViews:
+    return DeltaViews(
+        recurrent=layout.part_view("state", layer=layer, part="recurrent"),
+        conv=layout.part_view("state", layer=layer, part="conv"),
+    )
 
 
-def _refuse(config) -> None:
-    if config is not None:
-        raise ValueError("delta rule layers have no configuration to try")
-
-
-def _prepare_decode(implementation, config, *, shape: Shape) -> Prepared:
+def _decode_program(implementation, config, *, shape: Shape) -> Program:
     _refuse(config)
     rng, rows, sets = np.random.default_rng(0), shape.rows, _num_slot_sets(shape)
     layout = shape.layout(rows * sets)
     num_pages = layout.sub_pool("state").num_pages
     pages = 1 + rng.permutation(num_pages - 1)[: rows * sets].reshape(sets, rows)
-    slot_sets = [_slots(layout, of_set) for of_set in pages]
-    tokens = ProjectedTokens(
-        qkv=_random(rng, rows, 1, shape.channels),
-        gate_logits=_random(rng, rows, 1, *shape.gates),
-        beta_logits=_random(rng, rows, 1, shape.heads),
-    )
-    buffers = _buffers(layout)
-    out = jnp.zeros((rows, 1, shape.heads, shape.head_dim), jnp.bfloat16)
-    # The output is that of the last call: the last layer on the last slots.
-    views = [
-        layout.part_view("state", layer=shape.num_layers - 1, part=part)
-        for part in ("recurrent", "conv")
-    ]
+    op = kda_decode_step if shape.kind == "kda" else gdn_decode_step
+    # Looked at: the last row and head of the first call, which finds what make wrote.
     row, head = rows - 1, shape.heads - 1
-    before, window = (_state_of(buffers, view, slot_sets[-1], row) for view in views)
-    step = functools.partial(_decode, shape, layout, implementation)
-    jitted = jax.jit(step, donate_argnums=0)
-    state = (buffers, slot_sets, jnp.zeros(rows, bool), tokens, out)
-    state = jitted(state)
-    conv, gate = shape.parameters()
-    host = jax.tree.map(lambda x: np.asarray(x[row, 0], np.float64), state[3])
-    raw = np.concatenate([window, host.qkv[None]]) * np.asarray(conv.weight).T
-    y = np.sum(raw, axis=0)
-    y = (y / (1 + np.exp(-y))).reshape(-1, shape.head_dim)
-    key_head = head // (shape.heads // shape.key_heads)
-    q, k = y[key_head], y[shape.key_heads + key_head]
-    v = y[2 * shape.key_heads + head]
-    gates = _activate(gate, host.gate_logits[head], host.beta_logits[head], head)
-    gates = [np.asarray(x)[None] for x in gates]
-    expected, after = _recur(q[None], k[None], v[None], *gates, before[head])
-    found = _state_of(state[0], views[0], state[1][-1], row)[head]
-    actual = np.asarray(state[4][row, :, head], np.float64)
-    return Prepared(
-        step=jitted,
-        state=state,
+    views = _views(layout, 0)
+
+    def make():
+        buffers = _buffers(layout)
+        slot_sets = [jnp.asarray(_slots(layout, of_set)) for of_set in pages]
+        tokens = ProjectedTokens(
+            qkv=_normal(0, rows, 1, shape.channels),
+            gate_logits=_normal(1, rows, 1, *shape.gates),
+            beta_logits=_normal(2, rows, 1, shape.heads),
+        )
+        before = tuple(
+            _state_of(buffers, view, slot_sets[0], row)
+            for view in (views.recurrent, views.conv)
+        )
+        out = jnp.zeros((rows, 1, shape.heads, shape.head_dim), jnp.bfloat16)
+        return buffers, slot_sets, jnp.zeros(rows, bool), tokens, (out, out), before
+
+    def step(state):
+        conv, gate = shape.parameters()
+        buffers, slot_sets, is_fresh, tokens, _, before = state
+        outs = []
+        for slots in slot_sets:
+            ids = StateSlots(slots=KernelBlocks(slots, "state"), is_fresh=is_fresh)
+            for layer in range(shape.num_layers):
+                buffers, out = op(
+                    buffers,
+                    _views(layout, layer),
+                    tokens,
+                    conv,
+                    gate,
+                    ids,
+                    implementation=implementation,
+                )
+                outs.append(out)
+        return buffers, slot_sets, is_fresh, tokens, (outs[0], outs[-1]), before
+
+    def error(state):
+        conv, gate = shape.parameters()
+        buffers, slot_sets, _, tokens, outs, (before, window) = state
+        token = jax.tree.map(lambda x: x[row, 0].astype(jnp.float32), tokens)
+        raw = jnp.concatenate([window, token.qkv[None]]) * conv.weight.T
+        y = jax.nn.silu(jnp.sum(raw, axis=0)).reshape(-1, shape.head_dim)
+        key_head = head // (shape.heads // shape.key_heads)
+        q, k = y[key_head], y[shape.key_heads + key_head]
+        v = y[2 * shape.key_heads + head]
+        gates = _activate(gate, token.gate_logits[head], token.beta_logits[head], head)
+        one = (x[None] for x in (q, k, v, *gates))
+        wanted, after = _recur(*one, before[head])
+        found = _state_of(buffers, views.recurrent, slot_sets[0], row)[head]
+        return jnp.maximum(
+            relative_error(outs[0][row, :, head], wanted), relative_error(found, after)
+        )
+
+    return Program(
+        make=make,
+        step=step,
+        error=error,
         calls=sets * shape.num_layers,
         touched_bytes=2 * sets * shape.num_layers * rows * shape.state_bytes,
-        error=max(_error(actual, expected), _error(found, after)),
     )
 
 
-def _prefill(shape: Shape, layout: PoolLayout, implementation, state):
-    """Run every layer on the same tokens."""
-    _, gate = shape.parameters()
-    op = kda_prefill if shape.kind == "kda" else gdn_prefill
-    buffers, slots, is_fresh, cu_query_lens, tokens, out = state
-    for layer in range(shape.num_layers):
-        buffers, out = op(
-            buffers,
-            layout.part_view("state", layer=layer, part="recurrent"),
-            tokens,
-            gate,
-            cu_query_lens,
-            StateSlots(slots=KernelBlocks(slots, "state"), is_fresh=is_fresh),
-            max_query_len=shape.tokens // shape.rows,
-            implementation=implementation,
-        )
-    return buffers, slots, is_fresh, cu_query_lens, tokens, out
-
-
-def _prepare_prefill(implementation, config, *, shape: Shape) -> Prepared:
+def _prefill_program(implementation, config, *, shape: Shape) -> Program:
     _refuse(config)
     rng, rows = np.random.default_rng(0), shape.rows
     layout = shape.layout(rows)
     pages = 1 + rng.permutation(layout.sub_pool("state").num_pages - 1)[:rows]
-    slots = _slots(layout, pages)
     heads, key_heads, dim = shape.heads, shape.key_heads, shape.head_dim
-    tokens = DeltaTokens(
-        q=_random(rng, shape.tokens, key_heads, dim),
-        k=_random(rng, shape.tokens, key_heads, dim),
-        v=_random(rng, shape.tokens, heads, dim),
-        gate_logits=_random(rng, shape.tokens, *shape.gates),
-        beta_logits=_random(rng, shape.tokens, heads),
-    )
-    buffers = _buffers(layout)
+    op = kda_prefill if shape.kind == "kda" else gdn_prefill
     query_len = shape.tokens // rows
-    cu_query_lens = jnp.arange(rows + 1, dtype=jnp.int32) * query_len
-    view = layout.part_view("state", layer=shape.num_layers - 1, part="recurrent")
-    row, head = rows - 1, heads - 1
-    before = _state_of(buffers, view, slots, row)[head]
-    step = functools.partial(_prefill, shape, layout, implementation)
-    jitted = jax.jit(step, donate_argnums=0)
-    state = (buffers, slots, jnp.zeros(rows, bool), cu_query_lens, tokens)
-    state = jitted((*state, jnp.zeros_like(tokens.v)))
     checked = min(query_len, CHECKED_TOKENS)
-    part = slice(row * query_len, row * query_len + checked)
-    host = jax.tree.map(lambda x: np.asarray(x[part], np.float64), state[4])
-    key_head = head // (heads // key_heads)
-    gates = _activate(
-        shape.parameters()[1],
-        host.gate_logits[:, head],
-        host.beta_logits[:, head],
-        head,
-    )
-    expected, after = _recur(
-        host.q[:, key_head], host.k[:, key_head], host.v[:, head], *gates, before
-    )
-    error = _error(np.asarray(state[5][part, head], np.float64), expected)
-    if checked == query_len:
-        found = _state_of(state[0], view, state[1], row)[head]
-        error = max(error, _error(found, after))
-    return Prepared(
-        step=jitted,
-        state=state,
+    # Looked at: the last row and head of the first layer.
+    row, head, key_head = rows - 1, heads - 1, key_heads - 1
+    view = _views(layout, 0).recurrent
+
+    def make():
+        buffers = _buffers(layout)
+        slots = jnp.asarray(_slots(layout, pages))
+        tokens = DeltaTokens(
+            q=_normal(0, shape.tokens, key_heads, dim),
+            k=_normal(1, shape.tokens, key_heads, dim),
+            v=_normal(2, shape.tokens, heads, dim),
+            gate_logits=_normal(3, shape.tokens, *shape.gates),
+            beta_logits=_normal(4, shape.tokens, heads),
+        )
+        before = _state_of(buffers, view, slots, row)[head]
+        bounds = jnp.arange(rows + 1, dtype=jnp.int32) * query_len
+        out = jnp.zeros_like(tokens.v)
+        ids = slots, jnp.zeros(rows, bool), bounds
+        return buffers, ids, tokens, (out, out), before
+
+    def step(state):
+        _, gate = shape.parameters()
+        buffers, ids, tokens, _, before = state
+        slots, is_fresh, bounds = ids
+        outs = []
+        for layer in range(shape.num_layers):
+            buffers, out = op(
+                buffers,
+                _views(layout, layer).recurrent,
+                tokens,
+                gate,
+                bounds,
+                StateSlots(slots=KernelBlocks(slots, "state"), is_fresh=is_fresh),
+                max_query_len=query_len,
+                implementation=implementation,
+            )
+            outs.append(out)
+        return buffers, ids, tokens, (outs[0], outs[-1]), before
+
+    def error(state):
+        _, gate = shape.parameters()
+        buffers, (slots, _, _), tokens, outs, before = state
+        part = slice(row * query_len, row * query_len + checked)
+        of_row = jax.tree.map(lambda x: x[part].astype(jnp.float32), tokens)
+        gates = _activate(
+            gate, of_row.gate_logits[:, head], of_row.beta_logits[:, head], head
+        )
+        q, k, v = of_row.q[:, key_head], of_row.k[:, key_head], of_row.v[:, head]
+        wanted, after = _recur(q, k, v, *gates, before)
+        worst = relative_error(outs[0][part, head], wanted)
+        if checked == query_len:
+            found = _state_of(buffers, view, slots, row)[head]
+            worst = jnp.maximum(worst, relative_error(found, after))
+        return worst
+
+    return Program(
+        make=make,
+        step=step,
+        error=error,
         calls=shape.num_layers,
         touched_bytes=shape.num_layers * shape.tokens * shape.token_bytes,
-        error=error,
     )
+
+
+def _refuse(config) -> None:
+    if config is not None:
+        raise ValueError("delta rule layers have no configuration to try")
 
 
 def _prefill_flops(shape: Shape) -> int:
@@ -359,11 +358,11 @@ def _case(
         # The window and the output of the convolution's inputs.
         moved_bytes += 2 * shape.rows * 2 * (CONV_WIDTH - 1) * shape.channels
         flops = 7 * shape.rows * shape.heads * shape.head_dim**2
-        prepare = functools.partial(_prepare_decode, shape=shape)
+        program = functools.partial(_decode_program, shape=shape)
     else:
         names |= {"tokens": shape.tokens, "rows": shape.rows}
         flops = _prefill_flops(shape)
-        prepare = functools.partial(_prepare_prefill, shape=shape)
+        program = functools.partial(_prefill_program, shape=shape)
     implementations = (
         ("xla",) if small else ("triton", "xla") if with_xla else ("triton",)
     )
@@ -374,7 +373,8 @@ def _case(
         flops=flops,
         max_error=0.05,
         implementations=implementations,
-        prepare=prepare,
+        program=program,
+        bandwidth="copy",
         small=small,
     )
 

@@ -1,11 +1,8 @@
-"""All cases, and who else was measured on them."""
+"""All cases, and a choice of them."""
 
-import dataclasses
+import argparse
 import importlib
-import json
-import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 from scripts.kernel_benches.case import BenchCase
 
@@ -52,52 +49,9 @@ def select(
     return chosen
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A time that another library took for a shape.
-
-    Attributes:
-      name: The library and its kernel.
-      us: Microseconds.
-    """
-
-    name: str
-    us: float
-
-
-def read_peers(path: pathlib.Path) -> list[tuple[str, dict[str, Any], Peer]]:
-    """Read a record of other libraries' times: op, shape and peer of each line.
-
-    Args:
-      path: A record in the form of `scripts.benchmarking`.
-
-    Raises:
-      ValueError: The file is not such a record.
-    """
-    try:
-        record = json.loads(path.read_text())
-        return [
-            (
-                result["op"],
-                result["shape"],
-                Peer(name=result["implementation"], us=float(result["us"])),
-            )
-            for result in record["results"]
-            if result["us"] is not None
-        ]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a benchmark record: {error!r}") from error
-
-
-def best_peer(
-    peers: list[tuple[str, dict[str, Any], Peer]], op: str, shape: Mapping[str, Any]
-) -> Peer | None:
-    """Return the fastest peer of a shape: every key that both know must agree."""
-    matches = [
-        peer
-        for peer_op, peer_shape, peer in peers
-        if peer_op == op
-        and peer_shape.keys() <= shape.keys()
-        and all(shape[key] == value for key, value in peer_shape.items())
-    ]
-    return min(matches, key=lambda peer: peer.us, default=None)
+def assignment(text: str) -> tuple[str, str]:
+    """Return key and value of an argument such as ``batch=64``."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
