@@ -15,8 +15,10 @@ import numpy as np
 
 from pallas_kernels.extend import ExtendConfig
 from scripts.kernel_benches.case import BenchCase, Program, relative_error
+from scripts.kernel_benches.implementations import kernels
 from scripts.kernel_benches.random_words import random_words
 from ukv.ids import KernelBlocks
+from ukv.implementation import OpCase
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import gqa_attention, gqa_decode
 from ukv.ops.extend_kernels import gqa_packed
@@ -240,10 +242,14 @@ def _configs(shape: Shape):
     }
 
 
-def _implementations(shape: Shape, *, small: bool):
-    if small:
-        return "triton", "xla"
-    return ("triton",) if shape.is_decode else ("mosaic_gpu", "triton")
+def _implementations(shape: Shape, op: str):
+    case = OpCase(
+        page_size=shape.page_size,
+        storage_dtype=shape.dtype,
+        compute_dtype=shape.dtype,
+        widths=(shape.head_dim, shape.head_dim),
+    )
+    return kernels("gqa_decode" if op == "gqa_decode" else "gqa_attention", case)
 
 
 def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
@@ -252,15 +258,15 @@ def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
         num_layers = max(4, min(64, TOUCHED_BYTES // shape.read_bytes))
     itemsize = jnp.dtype(shape.dtype).itemsize
     q_bytes = shape.batch * shape.query * shape.q_heads * shape.head_dim * itemsize
+    op = "gqa_decode" if shape.is_decode else "gqa_extend"
     return BenchCase(
-        op="gqa_decode" if shape.is_decode else "gqa_extend",
+        op=op,
         shape=dataclasses.asdict(shape),
         moved_bytes=shape.read_bytes + 2 * q_bytes,
         flops=4 * shape.q_heads * shape.head_dim * shape.batch * shape.seen,
         # bfloat16 rounds outputs and weights by up to 2**-9 each.
         max_error=1e-2 if itemsize == 2 else 1e-4,
-        # At full size the reference gathers more than a card holds for a prefill.
-        implementations=_implementations(shape, small=small),
+        implementations=("triton", "xla") if small else _implementations(shape, op),
         program=functools.partial(_program, shape=shape, num_layers=num_layers),
         configs={} if small else _configs(shape),
         small=small,
@@ -271,11 +277,11 @@ def cases() -> list[BenchCase]:
     """Return the shapes that other libraries were measured on, and prefill."""
     llama = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
     gpt_oss = {"q_heads": 64, "kv_heads": 8, "head_dim": 64}
-    batches = ((16, 8192, 64), (64, 8192, 16), (64, 8192, 64), (128, 2048, 64))
     found = [
         _case(**heads, batch=batch, context=context, page_size=page_size, window=window)
         for heads, window in ((llama, 0), (gpt_oss, 0), (gpt_oss, 128))
-        for batch, context, page_size in batches
+        for batch, context in ((16, 8192), (64, 8192), (128, 2048))
+        for page_size in (16, 64)
     ]
     found += [_case(**llama, batch=1, context=context) for context in (8192, 131072)]
     prefill = {"batch": 1, "query": 8192, "num_layers": 6}
@@ -284,6 +290,7 @@ def cases() -> list[BenchCase]:
         _case(**llama, **prefill, context=8192),
         _case(**llama, **prefill, context=0, page_size=16),
         _case(**gpt_oss, **prefill, context=0, window=128),
+        _case(**llama, batch=8, query=1024, context=8192, num_layers=4),
     ]
     tiny = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 4}
     tiny |= {"num_layers": 2, "small": True}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.benchmarking import GIB
-from scripts.kernel_benches.case import BenchCase, Program
+from scripts.kernel_benches.case import COLD_BYTES, BenchCase, Program
 from ukv.ids import PhysicalPages, WriteLocations
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import write_kv
@@ -51,49 +51,54 @@ def _numbered_rows(layout: PoolLayout) -> jax.Array:
 
 
 def _page_move_program(
-    implementation, config, *, sub_pool: str, layout: PoolLayout, count: int
+    implementation, config, *, sub_pool: str, layout: PoolLayout, count: int, calls: int
 ) -> Program:
     if config is not None:
         raise ValueError("page moves have no configuration to try")
     sub = layout.sub_pool(sub_pool)
     rng = np.random.default_rng(0)
-    pages = rng.permutation(sub.num_pages)[: 2 * count].astype(np.int32)
+    pages = rng.permutation(sub.num_pages)[: 2 * calls * count].astype(np.int32)
+    pages = pages.reshape(2, calls, count)
     row_bytes = 4 * layout.buffer_words[0]
     page_rows, base = sub.page_bytes // row_bytes, sub.base_bytes // row_bytes
     # Which rows are looked at: of sampled pages, the first, the last and others.
     sample = rng.integers(0, count, 256)
-    offset = rng.integers(0, page_rows, 256)
+    offset = rng.integers(0, page_rows, 256).astype(np.int32)
     offset[:128] = np.where(sample[:128] % 2, 0, page_rows - 1)
 
     def make():
-        ids = jnp.asarray(pages)
-        return (_numbered_rows(layout),), ids[:count], ids[count:]
+        src, dst = (tuple(jnp.asarray(ids)) for ids in pages)
+        return (_numbered_rows(layout),), src, dst
 
     def step(state):
         buffers, src, dst = state
-        buffers = copy_pages(
-            buffers,
-            layout,
-            sub,
-            PhysicalPages(ids=src, sub_pool=sub_pool),
-            PhysicalPages(ids=dst, sub_pool=sub_pool),
-            jnp.int32(count),
-            implementation=implementation,
-        )
+        for from_, to in zip(src, dst, strict=True):
+            buffers = copy_pages(
+                buffers,
+                layout,
+                sub,
+                PhysicalPages(ids=from_, sub_pool=sub_pool),
+                PhysicalPages(ids=to, sub_pool=sub_pool),
+                jnp.int32(count),
+                implementation=implementation,
+            )
         return buffers, src, dst
 
     def error(state):
         (buffer,), src, dst = state
-        found = buffer[base + dst[sample] * page_rows + offset]
-        wanted = (base + src[sample] * page_rows + offset).astype(jnp.uint32)
-        return jnp.sum(found != wanted[:, None]).astype(jnp.float32)
+        wrong = jnp.int32(0)
+        for from_, to in ((src[0], dst[0]), (src[-1], dst[-1])):
+            found = buffer[base + to[sample] * page_rows + offset]
+            wanted = (base + from_[sample] * page_rows + offset).astype(jnp.uint32)
+            wrong += jnp.sum(found != wanted[:, None])
+        return wrong.astype(jnp.float32)
 
     return Program(
         make=make,
         step=step,
         error=error,
-        calls=1,
-        touched_bytes=2 * count * sub.page_bytes,
+        calls=calls,
+        touched_bytes=2 * calls * count * sub.page_bytes,
     )
 
 
@@ -108,6 +113,7 @@ def _page_move(
     layout = kimi_layout(num_mla_layers, pool_bytes)
     sub = layout.sub_pool(sub_pool)
     count = max(min(moved_bytes // sub.page_bytes, sub.num_pages // 2 - 1), 1)
+    calls = 1 if small else -(-COLD_BYTES // (2 * count * sub.page_bytes))
     return BenchCase(
         op="page_move",
         shape={
@@ -121,7 +127,11 @@ def _page_move(
         max_error=0.0,
         implementations=("xla",) if small else ("mosaic_gpu", "triton", "xla"),
         program=functools.partial(
-            _page_move_program, sub_pool=sub_pool, layout=layout, count=count
+            _page_move_program,
+            sub_pool=sub_pool,
+            layout=layout,
+            count=count,
+            calls=calls,
         ),
         bandwidth="copy",
         small=small,
@@ -251,10 +261,14 @@ def cases() -> list[BenchCase]:
     return [
         _page_move("mla", 1, GIB, 12 * GIB),
         _page_move("mla", 7, GIB, 12 * GIB),
+        _page_move("mla", 7, GIB // 128, 12 * GIB),
+        # Recurrent states: what compaction moves, and one checkpoint.
         _page_move("kda", 7, GIB, 12 * GIB),
+        _page_move("kda", 7, 1, 12 * GIB),
         _page_move("mla", 1, GIB // 64, GIB // 4, small=True),
         _write("kv", 256, 16),
         _write("mla", 256, 56),
         _write("kv", 32768, 1),
+        _write("mla", 32768, 1),
         _write("kv", 5, 2, num_layers=2, small=True),
     ]

@@ -15,8 +15,10 @@ import numpy as np
 from pallas_kernels.mla_decode import MlaDecodeConfig
 from pallas_kernels.mla_decode import mla_decode as mosaic_mla_decode
 from scripts.kernel_benches.case import BenchCase, Program, relative_error
+from scripts.kernel_benches.implementations import kernels
 from scripts.kernel_benches.random_words import random_words
 from ukv.ids import KernelBlocks
+from ukv.implementation import OpCase
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import mla_decode
 from ukv.ops.gpu_kernels import paged_part, triton_kernels
@@ -204,9 +206,12 @@ def _case(*, small: bool = False, num_layers: int | None = None, **numbers):
     positions = np.arange(shape.context - shape.query, shape.context) + 1
     itemsize = shape.query_dtype.itemsize
     row_and_out = shape.head_dim + shape.latent_dim
-    full: tuple = ("mosaic_gpu", "triton")
-    if shape.dtype != "bfloat16":
-        full = ("triton",)
+    op_case = OpCase(
+        page_size=shape.page_size,
+        storage_dtype=shape.dtype,
+        compute_dtype=shape.query_dtype.name,
+        widths=(shape.head_dim, shape.latent_dim),
+    )
     return BenchCase(
         op="mla_decode",
         shape=dataclasses.asdict(shape),
@@ -214,7 +219,9 @@ def _case(*, small: bool = False, num_layers: int | None = None, **numbers):
         flops=2 * shape.batch * int(positions.sum()) * shape.heads * row_and_out,
         # bfloat16 rounds outputs and weights by up to 2**-9 each.
         max_error=1e-2 if itemsize == 2 else 1e-4,
-        implementations=("triton", "xla") if small else full,
+        implementations=(
+            ("triton", "xla") if small else kernels("mla_decode", op_case)
+        ),
         program=functools.partial(_program, shape=shape, num_layers=num_layers),
         configs={} if small else _configs(shape),
         small=small,
@@ -227,6 +234,7 @@ def cases() -> list[BenchCase]:
         (1, 8192),
         (1, 131072),
         (16, 8192),
+        (64, 4096),
         (64, 8192),
         (128, 4096),
         (128, 8192),
@@ -244,6 +252,7 @@ def cases() -> list[BenchCase]:
         _case(heads=64, batch=64, context=8192),
         _case(heads=16, batch=64, context=8192),
         _case(heads=32, batch=128, context=8192, dtype="float8_e4m3fn"),
+        _case(heads=128, batch=128, context=8192, dtype="float8_e4m3fn"),
     ]
     tiny = {"heads": 4, "head_dim": 36, "num_layers": 2}
     found += [

@@ -15,8 +15,10 @@ import numpy as np
 
 from pallas_kernels.extend import ExtendConfig
 from scripts.kernel_benches.case import BenchCase, Program, relative_error
+from scripts.kernel_benches.implementations import kernels
 from scripts.kernel_benches.random_words import random_words
 from ukv.ids import KernelBlocks
+from ukv.implementation import OpCase
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import mla_extend
 from ukv.ops.extend_kernels import mla_packed
@@ -203,6 +205,17 @@ def _moved_bytes(shape: Shape) -> int:
 
 def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
     shape = Shape(**numbers)
+    op_case = OpCase(
+        page_size=shape.page_size,
+        storage_dtype=shape.dtype,
+        compute_dtype=shape.dtype,
+        widths=(
+            shape.latent_dim + shape.rope_dim,
+            shape.latent_dim,
+            shape.nope_dim,
+            shape.nope_dim,
+        ),
+    )
     configs = (ExtendConfig(block_kv=64, stages=3),)
     return BenchCase(
         op="mla_extend",
@@ -211,8 +224,7 @@ def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
         flops=shape.attention_flops + shape.expansion_flops,
         # bfloat16 rounds keys, values, weights and outputs by up to 2**-9 each.
         max_error=2e-2 if shape.dtype == "bfloat16" else 1e-4,
-        # At full size the reference takes longer than anyone waits.
-        implementations=("xla",) if small else ("mosaic_gpu",),
+        implementations=("xla",) if small else kernels("mla_extend", op_case),
         program=functools.partial(_program, shape=shape, num_layers=num_layers),
         configs={} if small else {"mosaic_gpu": configs},
         # The products that expand the rows are XLA's.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from scripts.kernel_benches.case import BenchCase
 
-MODULES = ("gqa", "memory", "mla", "mla_extend", "recurrent")
+MODULES = ("gqa", "memory", "mla", "mla_extend", "recurrent", "mamba2")
 """Modules of this package with a function ``cases() -> list[BenchCase]``."""
 
 
