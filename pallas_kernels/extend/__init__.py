@@ -7,5 +7,13 @@ from pallas_kernels.extend.config import (
     Source,
     make_plan,
 )
+from pallas_kernels.extend.expand import expand_heads
 
-__all__ = ["ExtendConfig", "Problem", "Source", "attend_packed", "make_plan"]
+__all__ = [
+    "ExtendConfig",
+    "Problem",
+    "Source",
+    "attend_packed",
+    "expand_heads",
+    "make_plan",
+]

@@ -42,7 +42,7 @@ PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 
 # pyright does not see the base class's hook.
-_SWIZZLED = (
+SWIZZLED = (
     plgpu.TilingTransform((8, COLUMN_TILE)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
@@ -83,7 +83,7 @@ def attend(
     dtype, value_width = q.dtype, problem.value.width
     stages, q_stages = config.stages, config.q_stages
 
-    def smem(*shape: int, transforms: tuple[Any, ...] = _SWIZZLED) -> Any:
+    def smem(*shape: int, transforms: tuple[Any, ...] = SWIZZLED) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     scratch = {

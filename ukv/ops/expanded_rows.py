@@ -15,12 +15,13 @@ each row from a multiple of ``ALIGNMENT`` on, cut every ``piece_len``.
 
 import flax.struct
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.extend import expand_heads
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.online_softmax import multiply
 from ukv.pool import read_blocks
 
 ALIGNMENT = 128
@@ -51,7 +52,7 @@ class ExpandedPiece(flax.struct.PyTreeNode):
     """Keys and values of the places of one piece.
 
     Attributes:
-      heads: ``[piece_len, num_heads, nope_dim + value_dim]``, a key's part without
+      heads: ``[num_heads, piece_len, nope_dim + value_dim]``, a key's part without
         position and then a value.
       latents: ``[piece_len, row_width]``, the cached rows, whose end is the rest of a
         key.
@@ -77,9 +78,9 @@ def piece_len_for(
 ) -> int:
     """Return the places of a piece, a multiple of ``ALIGNMENT``.
 
-    All places of a piece are expanded, used or not. The tokens of the step are cached
-    too, so that many places are used in any case, and a batch without a prefix is one
-    piece.
+    All latent rows of a piece are gathered, used or not, and take memory. The tokens
+    of the step are cached too, so that many places are used in any case; a batch whose
+    prefix is as long is one piece.
 
     Args:
       num_tokens: Packed tokens of the step.
@@ -89,7 +90,7 @@ def piece_len_for(
     """
     fits = max(WORKSPACE_BYTES // (place_bytes * ALIGNMENT), 1) * ALIGNMENT
     tokens = -(-num_tokens // ALIGNMENT) * ALIGNMENT + (num_rows - 1) * ALIGNMENT
-    return min(max(tokens, MIN_PIECE), fits, max_places)
+    return min(max(2 * tokens, MIN_PIECE), fits, max_places)
 
 
 def expand_piece(
@@ -101,6 +102,7 @@ def expand_piece(
     weights: Float[Array, "num_heads width latent_dim"],
     *,
     piece_len: int,
+    interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> ExpandedPiece:
     """Read and expand the rows of some places; those of no token may hold anything.
 
@@ -112,6 +114,7 @@ def expand_piece(
       first_place: First place of the piece.
       weights: Expansion of keys and of values, one below the other.
       piece_len: Places.
+      interpret: Simulate the kernel on the CPU, for tests.
     """
     # Pages and the grid of places have this much in common.
     run = min(view.page_size, ALIGNMENT)
@@ -127,10 +130,9 @@ def expand_piece(
     block = page * pieces + position % view.page_size // run
     latents = read_blocks(buffers[view.buffer_index], reader, block)
     latents = latents.reshape(piece_len, view.shape[0]).astype(weights.dtype)
-    latent_dim = weights.shape[2]
-    # [places, latent] x [heads, width, latent] -> [places, heads, width]
-    heads = multiply(latents[:, :latent_dim], weights, (((1,), (2,)), ((), ())))
-    return ExpandedPiece(heads=heads.astype(weights.dtype), latents=latents)
+    num_places = jnp.clip(packing.num_places - first_place, 0, piece_len)
+    heads = expand_heads(latents, weights, num_places, interpret=interpret)
+    return ExpandedPiece(heads=heads, latents=latents)
 
 
 def table_of_piece(

@@ -151,10 +151,10 @@ def mla_packed(
         num_q_heads=num_heads,
         num_kv_heads=num_heads,
         keys=(
-            Source(column=0, width=nope_dim, head_axis=1),
+            Source(column=0, width=nope_dim, head_axis=0),
             Source(column=latent_dim, width=q.shape[2] - nope_dim, head_axis=None),
         ),
-        value=Source(column=nope_dim, width=w_vc.shape[1], head_axis=1),
+        value=Source(column=nope_dim, width=w_vc.shape[1], head_axis=0),
         page_size=ALIGNMENT,
         softmax_scale=softmax_scale,
         window=None,
@@ -173,6 +173,7 @@ def mla_packed(
             first_place,
             weights,
             piece_len=piece_len,
+            interpret=interpret,
         )
         return attend_packed(
             q,
