@@ -46,6 +46,8 @@ class Shape:
       page_size: Tokens per page.
       window: Tokens a query sees; 0 for all.
       dtype: Of queries and of the pool.
+      decode_rows: Rows of one query token in the batch of an extend.
+      decode_context: Their tokens.
     """
 
     q_heads: int
@@ -57,6 +59,8 @@ class Shape:
     page_size: int = 64
     window: int = 0
     dtype: str = "bfloat16"
+    decode_rows: int = 0
+    decode_context: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -69,6 +73,17 @@ class Shape:
         return self.context if self.is_decode else self.context + self.query
 
     @property
+    def query_lens(self) -> np.ndarray:
+        """Query tokens of all rows, those that decode behind the others."""
+        return np.repeat([self.query, 1], [self.batch, self.decode_rows])
+
+    @property
+    def kv_lens(self) -> np.ndarray:
+        """Tokens of all rows."""
+        lens = [self.kv_len, self.decode_context]
+        return np.repeat(lens, [self.batch, self.decode_rows])
+
+    @property
     def first_live_page(self) -> int:
         """The first page that some query sees."""
         if not self.window:
@@ -77,9 +92,10 @@ class Shape:
 
     @property
     def seen(self) -> int:
-        """Keys that all queries of a row see, one after the other."""
+        """Keys that all queries of the batch see, one after the other."""
         positions = np.arange(self.kv_len - self.query, self.kv_len, dtype=np.int64)
-        return int(np.minimum(positions + 1, self.window or self.kv_len).sum())
+        of_row = int(np.minimum(positions + 1, self.window or self.kv_len).sum())
+        return self.batch * of_row + self.decode_rows * self.decode_context
 
     @property
     def read_keys(self) -> int:
@@ -91,7 +107,13 @@ class Shape:
     def read_bytes(self) -> int:
         """Bytes of K and V that must be read once."""
         width = self.head_dim * jnp.dtype(self.dtype).itemsize
-        return 2 * self.batch * self.read_keys * self.kv_heads * width
+        keys = self.batch * self.read_keys + self.decode_rows * self.decode_context
+        return 2 * keys * self.kv_heads * width
+
+
+def _live_pages(shape: Shape) -> np.ndarray:
+    """Return how many pages of each row some query sees."""
+    return -(-shape.kv_lens // shape.page_size) - shape.first_live_page
 
 
 def _layout(shape: Shape, num_layers: int) -> PoolLayout:
@@ -103,25 +125,24 @@ def _layout(shape: Shape, num_layers: int) -> PoolLayout:
         head_dim=shape.head_dim,
         dtype=jnp.dtype(shape.dtype),
     )
-    pages = shape.batch * (-(-shape.kv_len // shape.page_size) - shape.first_live_page)
+    pages = int(_live_pages(shape).sum())
     entry = 2 * num_layers * shape.kv_heads * shape.head_dim * spec.dtype.itemsize
     return unified_layout([spec], pool_bytes=(pages + 8) * shape.page_size * entry)
 
 
 def _table(shape: Shape, layout: PoolLayout) -> np.ndarray:
     sub = layout.sub_pool("kv")
-    pages = -(-shape.kv_len // shape.page_size)
-    live = pages - shape.first_live_page
-    order = np.random.default_rng(0).permutation(sub.num_pages)[: shape.batch * live]
-    table = np.zeros((shape.batch, pages), np.int32)
-    table[:, shape.first_live_page :] = order.reshape(shape.batch, live)
+    pages, first = _live_pages(shape), shape.first_live_page
+    order = np.random.default_rng(0).permutation(sub.num_pages)[: pages.sum()]
+    table = np.zeros((len(pages), first + pages.max()), np.int32)
+    for row, ids in enumerate(np.split(order, np.cumsum(pages)[:-1])):
+        table[row, first : first + len(ids)] = ids
     return table * sub.blocks_per_page
 
 
-def _reference(shape: Shape, buffers, views, blocks, q, token: int) -> jax.Array:
+def _reference(shape: Shape, buffers, views, blocks, q, position: int) -> jax.Array:
     """Attend one query token of one row in float32, all keys at once."""
     first = shape.first_live_page * shape.page_size
-    position = shape.kv_len - shape.query + token
     oldest = max(position + 1 - shape.window, 0) if shape.window else 0
     seen = slice(oldest - first, position + 1 - first)
     k, v = (
@@ -169,7 +190,8 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
         for layer in range(num_layers)
     ]
     attend = functools.partial(_attend, shape, implementation, config)
-    lead = (shape.batch, 1) if shape.is_decode else (shape.batch * shape.query,)
+    starts = np.cumsum([0, *shape.query_lens])
+    lead = (shape.batch, 1) if shape.is_decode else (int(starts[-1]),)
     q_shape = (*lead, shape.q_heads, shape.head_dim)
     words = layout.buffer_words[0]
     table = _table(shape, layout)
@@ -178,8 +200,8 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
         pool = random_words((layout.pool_bytes // (4 * words), words), shape.dtype)
         key = jax.random.key(1, impl="rbg")
         q = jax.random.normal(key, q_shape, jnp.dtype(shape.dtype))
-        bounds = jnp.arange(shape.batch + 1, dtype=jnp.int32) * shape.query
-        kv_lens = jnp.full(shape.batch, shape.kv_len, jnp.int32)
+        bounds = jnp.asarray(starts, jnp.int32)
+        kv_lens = jnp.asarray(shape.kv_lens, jnp.int32)
         outs = jnp.zeros_like(q), jnp.zeros_like(q)
         return q, outs, (pool,), jnp.asarray(table), bounds, kv_lens
 
@@ -193,15 +215,15 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
     def error(state):
         q, (first, _), buffers, ids, *_ = state
         errors = []
-        for at in {0, shape.batch * shape.query - 1}:
-            row, token = divmod(at, shape.query)
+        for at in {0, int(starts[-1]) - 1}:
+            row = int(np.searchsorted(starts[1:], at, side="right"))
             wanted = _reference(
                 shape,
                 buffers,
                 views[0],
                 ids[row],
                 q.reshape(-1, *q_shape[-2:])[at],
-                token,
+                int(shape.kv_lens[row] - starts[row + 1] + at),
             )
             errors.append(relative_error(first.reshape(-1, *q_shape[-2:])[at], wanted))
         return jnp.max(jnp.stack(errors))
@@ -257,13 +279,14 @@ def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
     if num_layers is None:
         num_layers = max(4, min(64, TOUCHED_BYTES // shape.read_bytes))
     itemsize = jnp.dtype(shape.dtype).itemsize
-    q_bytes = shape.batch * shape.query * shape.q_heads * shape.head_dim * itemsize
+    tokens = int(shape.query_lens.sum())
+    q_bytes = tokens * shape.q_heads * shape.head_dim * itemsize
     op = "gqa_decode" if shape.is_decode else "gqa_extend"
     return BenchCase(
         op=op,
         shape=dataclasses.asdict(shape),
         moved_bytes=shape.read_bytes + 2 * q_bytes,
-        flops=4 * shape.q_heads * shape.head_dim * shape.batch * shape.seen,
+        flops=4 * shape.q_heads * shape.head_dim * shape.seen,
         # bfloat16 rounds outputs and weights by up to 2**-9 each.
         max_error=1e-2 if itemsize == 2 else 1e-4,
         implementations=("triton", "xla") if small else _implementations(shape, op),
@@ -292,11 +315,13 @@ def cases() -> list[BenchCase]:
         _case(**gpt_oss, **prefill, context=0, window=128),
         _case(**llama, batch=8, query=1024, context=8192, num_layers=4),
     ]
+    mixed = {"batch": 1, "context": 0, "query": 2048, "num_layers": 3}
+    found.append(_case(**llama, **mixed, decode_rows=63, decode_context=8192))
     tiny = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 4}
     tiny |= {"num_layers": 2, "small": True}
     found += [
         _case(**tiny, batch=3, context=37),
         _case(**tiny, batch=3, context=37, window=9, dtype="float32"),
-        _case(**tiny, batch=2, context=9, query=13),
+        _case(**tiny, batch=2, context=9, query=13, decode_rows=3, decode_context=21),
     ]
     return found

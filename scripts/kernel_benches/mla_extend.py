@@ -1,9 +1,9 @@
-"""MLA prefill, expanded: all heads of many tokens, with and without a prefix.
+"""MLA extend: prompts with and without a prefix, few tokens behind one, mixed batches.
 
 A step calls the op for layer after layer, each on its own latent rows and with
-queries of its own. The expansion of the rows into keys and values is included, in the
-time and in the operations counted. Compared are three query tokens of the last layer
-with a float32 reference.
+queries of its own. Where the op expands rows into keys and values, that is included in
+the time; in the operations counted it is anyway. Compared are three query tokens of the
+last layer with a float32 reference.
 """
 
 import dataclasses
@@ -38,6 +38,8 @@ class Shape:
       page_size: Tokens per page.
       dtype: Of queries and of the pool.
       head_dim: Elements of a key, a third of them rotated.
+      decode_rows: Rows of one query token in the same batch.
+      decode_context: Their tokens.
     """
 
     heads: int
@@ -47,6 +49,8 @@ class Shape:
     page_size: int = 64
     dtype: str = "bfloat16"
     head_dim: int = 192
+    decode_rows: int = 0
+    decode_context: int = 0
 
     @property
     def rope_dim(self) -> int:
@@ -69,19 +73,31 @@ class Shape:
         return self.context + self.query
 
     @property
+    def query_lens(self) -> np.ndarray:
+        """Query tokens of all rows, those that decode behind the others."""
+        return np.repeat([self.query, 1], [self.batch, self.decode_rows])
+
+    @property
+    def kv_lens(self) -> np.ndarray:
+        """Tokens of all rows."""
+        lens = [self.kv_len, self.decode_context]
+        return np.repeat(lens, [self.batch, self.decode_rows])
+
+    @property
     def max_pages(self) -> int:
-        """Pages of a row."""
-        return -(-self.kv_len // self.page_size)
+        """Pages of the longest row."""
+        return int(-(-self.kv_lens.max() // self.page_size))
 
     @property
     def attention_flops(self) -> int:
         """Operations of the causal products, without the expansion."""
-        seen = self.query * self.context + self.query * (self.query + 1) // 2
-        return 2 * self.heads * self.batch * seen * (self.head_dim + self.nope_dim)
+        of_row = self.query * self.context + self.query * (self.query + 1) // 2
+        seen = self.batch * of_row + self.decode_rows * self.decode_context
+        return 2 * self.heads * seen * (self.head_dim + self.nope_dim)
 
     @property
     def expansion_flops(self) -> int:
-        """Operations of expanding every cached row once."""
+        """Operations of expanding every cached row once, but those of decode rows."""
         width = 2 * self.nope_dim
         return 2 * self.heads * self.batch * self.kv_len * self.latent_dim * width
 
@@ -91,11 +107,11 @@ class Shape:
         return self.head_dim**-0.5
 
 
-def _reference(shape: Shape, rows, q, w_kc, w_vc, token: int) -> jax.Array:
-    """Attend one query token in float32, absorbed."""
+def _reference(shape: Shape, rows, q, w_kc, w_vc, position: int) -> jax.Array:
+    """Attend the query at a position in float32, absorbed."""
     rows, q, w_kc, w_vc = (x.astype(jnp.float32) for x in (rows, q, w_kc, w_vc))
     rows = rows.reshape(-1, shape.latent_dim + shape.rope_dim)
-    rows = rows[: shape.context + token + 1]
+    rows = rows[: position + 1]
     multiply = functools.partial(jnp.einsum, precision="highest")
     absorbed = multiply("hd,hdc->hc", q[:, : shape.nope_dim], w_kc)
     absorbed = jnp.concatenate([absorbed, q[:, shape.nope_dim :]], axis=1)
@@ -134,7 +150,7 @@ def _layout(shape: Shape, num_layers: int) -> PoolLayout:
         rope_dim=shape.rope_dim,
         dtype=jnp.dtype(shape.dtype),
     )
-    pages = shape.batch * shape.max_pages + 8
+    pages = len(shape.kv_lens) * shape.max_pages + 8
     row_bytes = (shape.latent_dim + shape.rope_dim) * spec.dtype.itemsize
     pool_bytes = pages * shape.page_size * num_layers * row_bytes
     return unified_layout([spec], pool_bytes=pool_bytes)
@@ -150,10 +166,12 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
     attend = functools.partial(_attend, shape, implementation, config)
     sub = layout.sub_pool("mla")
     order = np.random.default_rng(0).permutation(sub.num_pages)
-    table = order[: shape.batch * shape.max_pages].reshape(shape.batch, -1)
+    num_rows = len(shape.kv_lens)
+    table = order[: num_rows * shape.max_pages].reshape(num_rows, -1)
     table = (table * sub.blocks_per_page).astype(np.int32)
     words = layout.buffer_words[0]
-    tokens = shape.batch * shape.query
+    starts = np.cumsum([0, *shape.query_lens])
+    tokens = int(starts[-1])
 
     def make():
         pool = random_words((layout.pool_bytes // (4 * words), words), shape.dtype)
@@ -164,8 +182,8 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
         weights = jax.random.normal(w_key, w_shape, dtype)
         weights *= jnp.asarray(shape.latent_dim**-0.5, dtype)
         out = jnp.zeros_like(queries[0, ..., : shape.nope_dim])
-        bounds = jnp.arange(shape.batch + 1, dtype=jnp.int32) * shape.query
-        kv_lens = jnp.full(shape.batch, shape.kv_len, jnp.int32)
+        bounds = jnp.asarray(starts, jnp.int32)
+        kv_lens = jnp.asarray(shape.kv_lens, jnp.int32)
         rest = tuple(weights), jnp.asarray(table), bounds, kv_lens
         return tuple(queries), (out,) * num_layers, (pool,), *rest
 
@@ -180,9 +198,10 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
         queries, outs, buffers, weights, ids, *_ = state
         errors = []
         for at in sorted({0, tokens // 3, tokens - 1}):
-            row, token = divmod(at, shape.query)
+            row = int(np.searchsorted(starts[1:], at, side="right"))
+            position = int(shape.kv_lens[row] - starts[row + 1] + at)
             rows = read_blocks(buffers[0], views[-1], ids[row])
-            wanted = _reference(shape, rows, queries[-1][at], *weights, token)
+            wanted = _reference(shape, rows, queries[-1][at], *weights, position)
             errors.append(relative_error(outs[-1][at], wanted))
         return jnp.max(jnp.stack(errors))
 
@@ -197,8 +216,8 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
 
 def _moved_bytes(shape: Shape) -> int:
     """Bytes of cached rows, queries and outputs."""
-    cached = shape.batch * shape.kv_len * (shape.latent_dim + shape.rope_dim)
-    tokens = shape.batch * shape.query * shape.heads
+    cached = int(shape.kv_lens.sum()) * (shape.latent_dim + shape.rope_dim)
+    tokens = int(shape.query_lens.sum()) * shape.heads
     elements = cached + tokens * (shape.head_dim + shape.nope_dim)
     return elements * jnp.dtype(shape.dtype).itemsize
 
@@ -227,18 +246,38 @@ def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
         implementations=("xla",) if small else kernels("mla_extend", op_case),
         program=functools.partial(_program, shape=shape, num_layers=num_layers),
         configs={} if small else {"mosaic_gpu": configs},
-        # The products that expand the rows are XLA's.
+        # The products that absorb queries are XLA's.
         compiles_alone=not small,
         small=small,
     )
 
 
 def cases() -> list[BenchCase]:
-    """Return a prefill of 8,192 tokens, and one after a prefix of as many."""
+    """Return prompts of 8,192 tokens, few tokens behind as many, and a mixed batch."""
     prefill = {"heads": 32, "batch": 1, "query": 8192}
     tiny = {"heads": 2, "head_dim": 24, "page_size": 4}
     return [
         _case(3, **prefill, context=0),
         _case(3, **prefill, context=8192),
-        _case(2, small=True, **tiny, batch=2, context=5, query=9, dtype="float32"),
+        _case(4, heads=32, batch=8, query=64, context=8192),
+        _case(
+            4,
+            heads=32,
+            batch=1,
+            query=2048,
+            context=0,
+            decode_rows=31,
+            decode_context=8192,
+        ),
+        _case(
+            2,
+            small=True,
+            **tiny,
+            batch=2,
+            context=5,
+            query=9,
+            dtype="float32",
+            decode_rows=2,
+            decode_context=14,
+        ),
     ]
