@@ -5,7 +5,7 @@ import typing
 import triton
 import triton.language as tl
 
-from pallas_kernels.paged_triton import entry_pointers, finish, pages_of
+from pallas_kernels.paged_triton import entry_pointers, finish, pages_of, weigh
 
 
 # Triton compiles the source: a checking wrapper would hide the module's names from it.
@@ -148,14 +148,8 @@ def _attend(
         else:
             is_seen = is_key[None, :]
         s = tl.where(is_seen, s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1))
-        # A query that has seen nothing yet has m = -inf; exp2(-inf - 0) is zero.
-        origin = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(s - origin[:, None])
-        rescale = tl.exp2(m - origin)
-        z = z * rescale + tl.sum(p, axis=1)
+        p, rescale, m, z = weigh(s, m, z)
         acc = acc * rescale[:, None]
-        m = m_new
         v_rows = entry_pointers(
             v_ptr, pages, v_block, at, step, PAGE_SIZE, V_ROW, V_ENTRY, ONE_PAGE
         )
@@ -365,16 +359,22 @@ def merge_kernel(
     m = tl.full([1], -float("inf"), tl.float32)
     z = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_E], tl.float32)
-    for at in range(0, count, BLOCK_CHUNKS):
+    # Few chunks are loaded before it is known how many there are.
+    EAGER: tl.constexpr = PART_CHUNKS <= BLOCK_CHUNKS and PART_CHUNKS <= 8
+    for at in range(0, PART_CHUNKS if EAGER else count, BLOCK_CHUNKS):
         chunk = at + tl.arange(0, BLOCK_CHUNKS)
         is_chunk = chunk < count
+        is_loaded = chunk < PART_CHUNKS if EAGER else is_chunk
         part = first_part + chunk * ROW
-        lse = tl.load(part_lse_ptr + part, mask=is_chunk, other=-float("inf"))
+        lse = tl.load(part_lse_ptr + part, mask=is_loaded, other=-float("inf"))
         out = tl.load(
             part_ptr + part[:, None] * VALUE_DIM + e[None, :],
-            mask=is_chunk[:, None] & (e < VALUE_DIM)[None, :],
+            mask=is_loaded[:, None] & (e < VALUE_DIM)[None, :],
             other=0.0,
         )
+        if EAGER:
+            lse = tl.where(is_chunk, lse, -float("inf"))
+            out = tl.where(is_chunk[:, None], out, 0.0)
         m_new = tl.maximum(m, tl.max(lse, axis=0))
         origin = tl.where(m_new == -float("inf"), 0.0, m_new)
         weight = tl.exp2(lse - origin)

@@ -170,7 +170,8 @@ def plan_decode(
     max_chunks = max(1, min(config.max_chunks, _PARTIAL_BYTES // row_bytes))
     # The more items there are anyway, the less a short chunk is worth its start.
     least_chunk = min(1024, max(128, next_power_of_2(2 * num_items)))
-    part_chunks = min(max(even_chunks, max_chunks), -(-most_seen // least_chunk))
+    long_chunks = min(max_chunks, -(-most_seen // config.most_chunk))
+    part_chunks = min(max(even_chunks, long_chunks), -(-most_seen // least_chunk))
     return DecodePlan(
         heads=heads,
         block_m=block_m,

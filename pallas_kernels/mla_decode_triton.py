@@ -28,6 +28,7 @@ from pallas_kernels.paged_triton import (
     finish,
     pages_of,
     tile_width,
+    weigh,
 )
 from pallas_kernels.triton_launch import launch
 from pallas_kernels.tuning import tuned_config
@@ -177,15 +178,9 @@ def chunks_kernel(
             if QUERY_LEN > 1:
                 is_seen &= key[None, :] <= last_seen[:, None]
             s = tl.where(is_seen, s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, axis=1))
-            # A query that has seen nothing yet has m = -inf; exp2(-inf - 0) is zero.
-            origin = tl.where(m_new == -float("inf"), 0.0, m_new)
-            p = tl.exp2(s - origin[:, None])
-            rescale = tl.exp2(m - origin)
-            z = z * rescale + tl.sum(p, axis=1)
+            p, rescale, m, z = weigh(s, m, z)
             acc = acc * rescale[:, None]
             acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision=PRECISION)
-            m = m_new
         out, lse = finish(acc, m, z, 0.0, False)
         # Parts lie in the order of rows, chunks and columns.
         part = (row * PART_CHUNKS + chunk) * COLUMNS + column

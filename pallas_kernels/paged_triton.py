@@ -70,6 +70,22 @@ def finish(acc, m, z, sink, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
+def weigh(s, m, z):
+    """Turns scores in base 2 into weights, in an online softmax.
+
+    Returns the weights, the factor of what was summed before, the new maximum and the
+    new denominator.
+    """
+    m_new = tl.maximum(m, tl.max(s, axis=1))
+    # A query that has seen nothing yet has m = -inf; exp2(-inf - 0) is zero.
+    origin = tl.where(m_new == -float("inf"), 0.0, m_new)
+    p = tl.exp2(s - origin[:, None])
+    rescale = tl.exp2(m - origin)
+    return p, rescale, m_new, z * rescale + tl.sum(p, axis=1)
+
+
+@triton.jit
+@typing.no_type_check
 def pages_of(
     table_ptr,
     first,
