@@ -168,6 +168,47 @@ _GQA_EXTEND = Support(
 _MLA_EXTEND = dataclasses.replace(
     _GQA_EXTEND, page_sizes=(64,), widths=((576, 512, 128, 128),)
 )
+_MLA_ROWS = (
+    Support(
+        implementation="mosaic_gpu",
+        platforms=("gpu",),
+        min_capability=90,
+        max_capability=90,
+        page_sizes=(16, 32, 64, 128),
+        storage_dtypes=("bfloat16",),
+        compute_dtypes=("bfloat16",),
+        widths=((576, 512),),
+    ),
+    # What a program holds of queries and keys takes all of its shared memory.
+    Support(
+        implementation="triton",
+        platforms=("gpu",),
+        min_capability=90,
+        storage_dtypes=("bfloat16", "float8_e4m3fn"),
+        compute_dtypes=("bfloat16",),
+        widths=((576, 512),),
+    ),
+    # The others pass in Triton's interpreter and were not run on a card yet.
+    Support(
+        implementation="triton",
+        platforms=("gpu",),
+        min_capability=90,
+        by_default=False,
+        storage_dtypes=("bfloat16", "float16", *_FLOAT8),
+        compute_dtypes=("bfloat16", "float16"),
+        max_width=576,
+    ),
+    Support(
+        implementation="triton",
+        platforms=("gpu",),
+        min_capability=90,
+        by_default=False,
+        storage_dtypes=(*QUERY_DTYPES, *_FLOAT8),
+        compute_dtypes=QUERY_DTYPES,
+        max_width=256,
+    ),
+    Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
+)
 _STATE_KERNEL = Support(
     implementation="triton",
     platforms=("gpu",),
@@ -223,47 +264,7 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
         *_GQA,
     ),
     "gqa_decode": _GQA,
-    "mla_decode": (
-        Support(
-            implementation="mosaic_gpu",
-            platforms=("gpu",),
-            min_capability=90,
-            max_capability=90,
-            page_sizes=(16, 32, 64, 128),
-            storage_dtypes=("bfloat16",),
-            compute_dtypes=("bfloat16",),
-            widths=((576, 512),),
-        ),
-        # What a program holds of queries and keys takes all of its shared memory.
-        Support(
-            implementation="triton",
-            platforms=("gpu",),
-            min_capability=90,
-            storage_dtypes=("bfloat16", "float8_e4m3fn"),
-            compute_dtypes=("bfloat16",),
-            widths=((576, 512),),
-        ),
-        # The others pass in Triton's interpreter and were not run on a card yet.
-        Support(
-            implementation="triton",
-            platforms=("gpu",),
-            min_capability=90,
-            by_default=False,
-            storage_dtypes=("bfloat16", "float16", *_FLOAT8),
-            compute_dtypes=("bfloat16", "float16"),
-            max_width=576,
-        ),
-        Support(
-            implementation="triton",
-            platforms=("gpu",),
-            min_capability=90,
-            by_default=False,
-            storage_dtypes=(*QUERY_DTYPES, *_FLOAT8),
-            compute_dtypes=QUERY_DTYPES,
-            max_width=256,
-        ),
-        Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
-    ),
+    "mla_decode": _MLA_ROWS,
     "mla_extend": (
         _MLA_EXTEND,
         dataclasses.replace(
@@ -272,11 +273,18 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
             page_sizes=(1, 16, 32, 64, 128),
             storage_dtypes=("bfloat16", *_FLOAT8),
         ),
+        # Absorbed: it reads the rows as a decode does.
+        dataclasses.replace(
+            _MLA_EXTEND,
+            implementation="triton",
+            by_default=False,
+            max_capability=None,
+            page_sizes=None,
+            storage_dtypes=("bfloat16", "float8_e4m3fn"),
+        ),
         Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
     ),
-    "mla_extend_absorbed": (
-        Support(implementation="xla", compute_dtypes=QUERY_DTYPES),
-    ),
+    "mla_extend_absorbed": _MLA_ROWS,
     "kda_decode_step": _STEP,
     "gdn_decode_step": _STEP,
     "kda_decode": (_STATE_REFERENCE,),

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.extend import kernel, schedule
 from pallas_kernels.extend.config import (
@@ -29,6 +29,7 @@ def attend_packed(
     cu_query_lens: Int32[Array, " bounds"],
     kv_lens: Int32[Array, " rows"],
     key_ranges: tuple[Int32[Array, " rows"], Int32[Array, " rows"]] | None = None,
+    is_absent: Bool[Array, " rows"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
     problem: Problem,
     config: ExtendConfig | None = None,
@@ -52,6 +53,8 @@ def attend_packed(
       kv_lens: Tokens of each row, its query tokens included; 0 for a padded row.
       key_ranges: For each row, the first position whose key there is, a multiple of
         the block of keys, and the end of those positions; None means all.
+      is_absent: Rows that somebody else attends: what their tokens get is not defined.
+        None means none.
       sinks: Logits that join the denominator only.
       problem: What is computed.
       config: Tuning; the default suits a card of 132 multiprocessors.
@@ -90,6 +93,7 @@ def attend_packed(
         cu_query_lens,
         kv_lens,
         (jnp.zeros_like(kv_lens), kv_lens) if key_ranges is None else key_ranges,
+        jnp.zeros(kv_lens.shape, bool) if is_absent is None else is_absent,
         logits,
         plan=plan,
         interpret=simulator,
@@ -106,6 +110,7 @@ def _attend(
     cu_query_lens: jax.Array,
     kv_lens: jax.Array,
     key_ranges: tuple[jax.Array, jax.Array],
+    is_absent: jax.Array,
     sinks: jax.Array,
     *,
     plan: Plan,
@@ -122,9 +127,12 @@ def _attend(
     )
     num_tiles = tiles.row.shape[0]
     num_groups = problem.num_q_heads // plan.heads_per_cta
+    # A tile of padding has the number of the last row.
+    is_padding = tiles.base + tiles.first >= cu_query_lens[-1]
+    cost = schedule.costs(tiles, block_kv=config.block_kv, window=problem.window)
     pieces, counts = schedule.deal(
         tiles,
-        schedule.costs(tiles, block_kv=config.block_kv, window=problem.window),
+        jnp.where(is_absent[tiles.row] & ~is_padding, 0, cost),
         num_groups=num_groups,
         num_ctas=min(config.num_ctas, num_tiles * num_groups),
     )

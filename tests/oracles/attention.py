@@ -195,7 +195,7 @@ def mla_latent_attention(
     out = np.zeros((num_tokens, num_heads, latent_dim))
     lse = np.full((num_tokens, num_heads), -np.inf)
     for t in range(num_tokens):
-        seen = rows[: context_len + t + 1] if causal else rows
+        seen = rows[: max(context_len + t + 1, 0)] if causal else rows
         if len(seen) == 0:
             continue
         s = softmax_scale * (q[t] @ seen.T)

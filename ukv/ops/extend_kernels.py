@@ -3,7 +3,7 @@
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.extend import ExtendConfig, Problem, Source, attend_packed
 from ukv.layout import PartView
@@ -42,6 +42,7 @@ def gqa_packed(
     *,
     cu_query_lens: Int32[Array, " bounds"],
     kv_lens: Int32[Array, " rows"],
+    is_absent: Bool[Array, " rows"] | None = None,
     scoring: Scoring,
     sinks: Float[Array, " num_q_heads"] | None = None,
     config: ExtendConfig | None = None,
@@ -60,6 +61,7 @@ def gqa_packed(
       table_ids: Read table.
       cu_query_lens: Exclusive prefix sum of the query lengths.
       kv_lens: Tokens of each row, its query tokens included.
+      is_absent: Rows that somebody else attends; they have no tokens here.
       scoring: Scale, window and soft cap.
       sinks: Logits that join the denominator only.
       config: Tuning of the kernel; None is the default for the width.
@@ -87,6 +89,7 @@ def gqa_packed(
         offsets=jnp.asarray([k_view.block_offset, v_view.block_offset], jnp.int32),
         cu_query_lens=cu_query_lens,
         kv_lens=kv_lens,
+        is_absent=is_absent,
         sinks=sinks,
         problem=problem,
         config=config,
@@ -104,6 +107,7 @@ def mla_packed(
     *,
     cu_query_lens: Int32[Array, " bounds"],
     kv_lens: Int32[Array, " rows"],
+    is_absent: Bool[Array, " rows"] | None = None,
     softmax_scale: float,
     config: ExtendConfig | None = None,
     piece_len: int | None = None,
@@ -126,6 +130,7 @@ def mla_packed(
       table_ids: Read table.
       cu_query_lens: Exclusive prefix sum of the query lengths.
       kv_lens: Tokens of each row, its query tokens included.
+      is_absent: Rows that somebody else attends; they have no tokens here.
       softmax_scale: Factor of ``q . k``.
       config: Tuning of the kernel; None is the default.
       piece_len: Cached tokens of a piece, a multiple of 128; None is as many as fit
@@ -182,6 +187,7 @@ def mla_packed(
             offsets=jnp.zeros(3, jnp.int32),
             cu_query_lens=cu_query_lens,
             kv_lens=kv_lens,
+            is_absent=is_absent,
             key_ranges=keys_of_piece(packing, first_place, piece_len),
             problem=problem,
             config=config,

@@ -6,8 +6,6 @@ tokens are in the pool before the call. Pages behind the window may have been
 released: their table entries, like those past a row's live pages, may hold anything.
 """
 
-import dataclasses
-
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -15,8 +13,7 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
-from ukv.ops.extend_kernels import gqa_packed
-from ukv.ops.gpu_kernels import paged_part, triton_kernels
+from ukv.ops.gqa_kernels import decode_rows, extend_rows
 from ukv.ops.online_softmax import (
     BlockShape,
     ReadBlock,
@@ -80,7 +77,8 @@ def gqa_attention(
     Source: Ainslie et al., GQA (arXiv:2305.13245). Sinks and window bounds:
     openai/gpt-oss, gpt_oss/torch/model.py. Soft cap: Gemma 2 (arXiv:2408.00118).
     """
-    chosen = resolve("gqa_attention", implementation, _case(q, k_view, v_view))
+    case = _case(q, k_view, v_view)
+    chosen = resolve("gqa_attention", implementation, case)
     num_rows = kv_lens.shape[0]
     if cu_query_lens.shape[0] != num_rows + 1:
         raise ValueError(
@@ -89,8 +87,9 @@ def gqa_attention(
         )
     table_ids = _table_ids(q, k_view, v_view, table, num_rows)
     scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
-    if chosen == "mosaic_gpu":
-        return gqa_packed(
+    if chosen != "xla":
+        return extend_rows(
+            chosen,
             q,
             buffers,
             k_view,
@@ -100,19 +99,7 @@ def gqa_attention(
             kv_lens=kv_lens,
             scoring=scoring,
             sinks=sinks,
-        )
-    if chosen == "triton":
-        return triton_kernels("gqa_extend_triton").gqa_extend(
-            q,
-            buffers[k_view.buffer_index],
-            buffers[v_view.buffer_index],
-            table_ids,
-            cu_query_lens,
-            kv_lens,
-            k=paged_part(k_view),
-            v=paged_part(v_view),
-            sinks=sinks,
-            **dataclasses.asdict(scoring),
+            has_decode_kernel=resolve("gqa_decode", None, case) == "triton",
         )
     shape, read_block = _reader(q, buffers, k_view, v_view, table_ids)
     block_q = max(1, min(max_query_len, BLOCK_Q))
@@ -174,16 +161,15 @@ def gqa_decode(
     table_ids = _table_ids(q, k_view, v_view, table, kv_lens.shape[0])
     scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
     if chosen == "triton":
-        return triton_kernels("gqa_decode_triton").gqa_decode(
+        return decode_rows(
             q,
-            buffers[k_view.buffer_index],
-            buffers[v_view.buffer_index],
+            buffers,
+            k_view,
+            v_view,
             table_ids,
-            kv_lens,
-            k=paged_part(k_view),
-            v=paged_part(v_view),
+            kv_lens=kv_lens,
+            scoring=scoring,
             sinks=sinks,
-            **dataclasses.asdict(scoring),
         )
     shape, read_block = _reader(q, buffers, k_view, v_view, table_ids)
     return attend_tiles(

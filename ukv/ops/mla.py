@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import mla_decode as mosaic_mla
 from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
-from ukv.ops.extend_kernels import mla_packed
-from ukv.ops.gpu_kernels import paged_part, triton_kernels
+from ukv.ops.mla_kernels import extend_heads, mla_rows, mla_tiles
 from ukv.ops.online_softmax import (
     BlockShape,
     ReadBlock,
@@ -82,18 +80,13 @@ def mla_decode(
     chosen = resolve("mla_decode", implementation, _case(q, view, latent_dim))
     if chosen != "xla":
         _require_widths(q, view, latent_dim)
-        table_ids = table_of(table, (view,), num_rows=kv_lens.shape[0])
-        operands = q, buffers[view.buffer_index], table_ids, kv_lens
-        if chosen == "mosaic_gpu":
-            return mosaic_mla.mla_decode(
-                *operands,
-                page_size=view.page_size,
-                block_offset=view.block_offset,
-                softmax_scale=softmax_scale,
-            )
-        return triton_kernels("mla_decode_triton").mla_decode(
-            *operands,
-            part=paged_part(view),
+        return mla_rows(
+            chosen,
+            q,
+            buffers,
+            view,
+            table_of(table, (view,), num_rows=kv_lens.shape[0]),
+            kv_lens=kv_lens,
             latent_dim=latent_dim,
             softmax_scale=softmax_scale,
         )
@@ -148,7 +141,22 @@ def mla_extend_absorbed(
       ValueError: Sizes contradict each other.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    resolve("mla_extend_absorbed", implementation, _case(q, view, latent_dim))
+    case = _case(q, view, latent_dim)
+    chosen = resolve("mla_extend_absorbed", implementation, case)
+    if chosen != "xla":
+        _require_widths(q, view, latent_dim)
+        return mla_tiles(
+            chosen,
+            q,
+            buffers,
+            view,
+            table_of(table, (view,), num_rows=kv_lens.shape[0]),
+            cu_query_lens=cu_query_lens,
+            kv_lens=kv_lens,
+            max_query_len=max_query_len,
+            latent_dim=latent_dim,
+            softmax_scale=softmax_scale,
+        )
     shape, read_block = _absorbed_reader(
         q, buffers, view, table, kv_lens.shape[0], latent_dim
     )
@@ -185,9 +193,10 @@ def mla_extend(
     Float[Array, "num_tokens num_heads value_dim"],
     Float32[Array, "num_tokens num_heads"],
 ]:
-    """Attend packed rows of any query length, expanded one block at a time.
+    """Attend packed rows of any query length, expanded or absorbed, whichever is less.
 
-    Cached rows and those of the step's tokens are read from the pool alike.
+    Cached rows and those of the step's tokens are read from the pool alike. The XLA
+    implementation expands one block of rows at a time.
 
     Args:
       q: Queries, the part without position and then the rope part.
@@ -220,8 +229,9 @@ def mla_extend(
     shape, read_block = _expanded_reader(
         q, w_kc, w_vc, buffers, view, table, kv_lens.shape[0]
     )
-    if chosen == "mosaic_gpu":
-        return mla_packed(
+    if chosen != "xla":
+        return extend_heads(
+            chosen,
             q,
             w_kc,
             w_vc,
@@ -230,6 +240,7 @@ def mla_extend(
             table.ids,
             cu_query_lens=cu_query_lens,
             kv_lens=kv_lens,
+            max_query_len=max_query_len,
             softmax_scale=softmax_scale,
         )
     packed = cut_packed(

@@ -1,14 +1,15 @@
 """Tiles of query tokens: how a ragged batch becomes equal pieces of work.
 
 A tile is up to ``block_q`` consecutive query tokens of one row of the batch. Rows of
-a packed batch are cut from their own first token on, so the tiles of a row do not
-depend on its neighbours.
+a packed batch are cut from their own first token on, or back from their last, so the
+tiles of a row do not depend on its neighbours.
 
 Example: query_lens 5, 0, 1 and block_q 4, packed as tokens 0-4 and 5
 
     tile            0        1    2        (num_tiles: at most (6 + 3 * 3) // 4 = 3)
     rows            0        0    2
     packed tokens   0 1 2 3  4    5
+    from the end    - - - 0  1 2 3 4    - - - 5      (a tile ends with its last query)
 """
 
 import flax.struct
@@ -30,7 +31,8 @@ class QueryTiles(flax.struct.PyTreeNode):
       first_positions: int32 ``[tiles]``, absolute position of the first query;
         negative positions see nothing.
       num_queries: int32 ``[tiles]``, queries of the tile that count; 0 in a tile of
-        padding.
+        padding. Cut from the end, those before the row's first token count too:
+        nobody asks for them.
     """
 
     rows: jax.Array
@@ -40,6 +42,11 @@ class QueryTiles(flax.struct.PyTreeNode):
     def positions(self, block_q: int) -> Int32[Array, "tiles block_q"]:
         """Return the absolute position of each query."""
         return steps(self.first_positions, block_q)
+
+    def kv_lens(self, block_q: int) -> Int32[Array, " tiles"]:
+        """Return the tokens up to the last query of each tile, cut from the end."""
+        end = jnp.maximum(self.first_positions + block_q, 0)
+        return jnp.where(self.num_queries > 0, end, 0)
 
     def counts(self, block_q: int) -> Bool[Array, "tiles block_q"]:
         """Return which queries are not padding."""
@@ -81,6 +88,7 @@ def cut_packed(
     *,
     num_tokens: int,
     block_q: int,
+    from_end: bool = False,
 ) -> PackedTiles:
     """Cut a packed batch into tiles.
 
@@ -89,6 +97,7 @@ def cut_packed(
       kv_lens: Tokens of each row, its query tokens included.
       num_tokens: Length of the packed axis.
       block_q: Queries of a tile.
+      from_end: Whether the last tile of a row is full, and not the first.
     """
     num_rows = kv_lens.shape[0]
     # A row of n > 0 queries has at most (n + block_q - 1) // block_q tiles.
@@ -101,7 +110,9 @@ def cut_packed(
         jnp.int32
     )
     row = jnp.minimum(row, num_rows - 1)
-    start = (tile - (ends - tiles_of_row)[row]) * block_q
+    # Queries that stand in a row's first tile before its first token.
+    ahead = jnp.where(from_end, tiles_of_row * block_q - query_lens, 0)
+    start = (tile - (ends - tiles_of_row)[row]) * block_q - ahead[row]
     is_live = tile < ends[-1]
     num_queries = jnp.where(is_live, jnp.clip(query_lens[row] - start, 0, block_q), 0)
     first = cu_query_lens[row] + start
@@ -114,7 +125,7 @@ def cut_packed(
     is_token = owner < num_rows
     owner = jnp.minimum(owner, num_rows - 1)
     # Tiles of a row follow each other, so its tokens do, in flat places.
-    first_place = (ends - tiles_of_row)[owner] * block_q
+    first_place = ((ends - tiles_of_row) * block_q + ahead)[owner]
     places = first_place + token - cu_query_lens[owner]
     return PackedTiles(
         tiles=QueryTiles(
