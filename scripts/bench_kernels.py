@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     parser.add_argument("--small", action="store_true", help="tiny shapes, any device")
     parser.add_argument(
-        "--seconds", type=float, default=0.2, help="time to measure a case for"
+        "--seconds", type=float, default=0.12, help="time to measure a case for"
     )
     parser.add_argument("--json", type=pathlib.Path, help="write the record here")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the roofline here")

@@ -204,8 +204,9 @@ class GqaData:
 
 
 @ft.cache
-def make_gqa(case: Gqa, *, seed=0) -> GqaData:
-    rng = np.random.default_rng(7)
+def make_gqa(case: Gqa, *, seed=0, values=7) -> GqaData:
+    """The arrays: `seed` decides the pages, `values` what is in them."""
+    rng = np.random.default_rng(values)
     heads = case.kv_heads * case.group
     q = case.draw_queries(rng, heads, case.dims[0])
     keys = [case.draw(rng, n, case.kv_heads, case.dims[0]) for n in case.kv_lens]
@@ -333,8 +334,9 @@ class MlaData:
 
 
 @ft.cache
-def make_mla(case: Mla, *, seed=0) -> MlaData:
-    rng = np.random.default_rng(11)
+def make_mla(case: Mla, *, seed=0, values=11) -> MlaData:
+    """The arrays: `seed` decides the pages, `values` what is in them."""
+    rng = np.random.default_rng(values)
     latent, rope, nope, value = case.dims
     compute = DTYPES[case.compute]
     cached = [case.draw(rng, n, latent + rope) for n in case.kv_lens]

@@ -42,6 +42,7 @@ def attention_options(**changed):
 FORMS = {
     "dense": attention.dense_attention,
     "online": ft.partial(attention.online_softmax_attention, block_kv=2),
+    "at-once": attention.attention_at_once,
 }
 SINKS = np.array([0.5, -3.0, 6.0, 0.0, 1.0, -1.0])
 
@@ -92,6 +93,8 @@ def test_online_attention_equals_dense(
     )
     dense = attention.dense_attention(*arrays, **options)
     online = attention.online_softmax_attention(*arrays, **options, block_kv=block_kv)
+    at_once = attention.attention_at_once(*arrays, **options)
+    assert_all_close(at_once, online)
     assert dense[0].shape == (13, 6, value_width)
     assert dense[1].shape == (13, 6)
     assert_all_close(online, dense)

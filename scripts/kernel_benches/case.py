@@ -17,6 +17,9 @@ COLD_BYTES = 200 << 20
 FUNCTIONS = ("make", "step", "error")
 """What is compiled of a `Program`."""
 
+UNTIMED = {"xla_gpu_autotune_level": 0}
+"""How what is not timed is compiled: XLA tries no variants of its products."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -151,9 +154,9 @@ def compilers(program: Program) -> dict[str, Callable[[], jax.stages.Compiled]]:
     # A donated argument that nothing reads would be dropped, and with it its address.
     jitted = jax.jit(step, donate_argnums=0, keep_unused=True)
     return {
-        "make": lambda: jax.jit(make).lower().compile(),
+        "make": lambda: jax.jit(make).lower().compile(UNTIMED),
         "step": lambda: jitted.lower(leaves).compile(),
-        "error": lambda: jax.jit(error).lower(leaves).compile(),
+        "error": lambda: jax.jit(error).lower(leaves).compile(UNTIMED),
     }
 
 
@@ -180,7 +183,7 @@ def _timed_steps(step, state: Any, steps: int) -> tuple[float, Any]:
     return time.perf_counter() - start, state
 
 
-def step_us(step: Callable[[Any], Any], state: Any, *, seconds: float = 0.2) -> float:
+def step_us(step: Callable[[Any], Any], state: Any, *, seconds: float = 0.12) -> float:
     """Return the median microseconds of one step.
 
     Steps are dispatched back to back: the host's cost of dispatch is hidden behind the
@@ -232,7 +235,7 @@ def measure(
     implementation: Implementation,
     *,
     compiled: Compiled | None = None,
-    seconds: float = 0.2,
+    seconds: float = 0.12,
 ) -> Result:
     """Compare and time one case.
 

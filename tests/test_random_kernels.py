@@ -1,0 +1,111 @@
+"""Random cases of every kernel: 2,000 on a card, some in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu_compile import requires_h200_compiler
+from tests.random_kernels import copies
+from tests.random_kernels.runner import (
+    DRAW,
+    Structure,
+    all_structures,
+    run_all,
+    run_structure,
+)
+from tests.triton_interpreter import IS_INTERPRETING, interpreted_launch
+from ukv.implementation import Target
+
+H200 = Target(platform="gpu", capability=90)
+INTERPRETED = {
+    "gqa_decode": ("gqa_decode_triton", (0, 1, 2)),
+    "gqa_attention": ("gqa_extend_triton", (0, 3)),
+    "mla_decode": ("mla_decode_triton", (4,)),
+    "write_kv": ("kv_write_triton", (0, 1)),
+    "copy_pages": ("page_copy_triton", (0, 1)),
+}
+"""Ops whose Triton kernels the interpreter runs, their modules, and which structures:
+some that it gets through within a second or two."""
+
+INTERPRETED_CASES = [
+    (op, index) for op, (_, indices) in INTERPRETED.items() for index in indices
+]
+NUM_CASES = 2000
+
+
+def assert_passed(structure, seeds):
+    report = run_structure(structure, seeds)
+    assert report.failures == {}, report.facts
+    assert report.passed == len(seeds)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not IS_INTERPRETING, reason="a card runs more, in its own test")
+@pytest.mark.parametrize(("op", "index"), INTERPRETED_CASES)
+def test_random_cases_interpreted(op, index, monkeypatch):
+    monkeypatch.setattr("ukv.implementation.default_target", lambda: H200)
+    monkeypatch.setattr("tests.random_kernels.runner.default_target", lambda: H200)
+    launch = f"pallas_kernels.{INTERPRETED[op][0]}.launch"
+    monkeypatch.setattr(launch, interpreted_launch)
+    structure = Structure(op=op, implementation="triton", index=index, max_len=150)
+    assert_passed(structure, range(2))
+
+
+@pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
+@requires_h200_compiler
+def test_random_cases_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "triton", __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"{len(INTERPRETED_CASES)} passed" in done.stdout
+
+
+@pytest.mark.parametrize("op", sorted({*DRAW} - {*INTERPRETED}))
+def test_random_cases_of_the_reference(op):
+    structure = Structure(op=op, implementation="xla", index=0, max_len=150)
+    assert_passed(structure, range(2))
+
+
+def test_a_wrong_result_is_reported(monkeypatch):
+    monkeypatch.setattr(copies, "_copy", lambda buffers, *_, **__: buffers)
+    structure = Structure(op="copy_pages", implementation="xla", index=0)
+    report = run_structure(structure, range(4))
+    # A case without moves is right even so.
+    assert 0 < len(report.failures) == 4 - report.passed
+    assert "Mismatched elements" in next(iter(report.failures.values()))
+
+
+def test_what_no_kernel_covers_is_not_drawn_for_ever(monkeypatch):
+    cpu = Target(platform="cpu", capability=0)
+    monkeypatch.setattr("tests.random_kernels.runner.default_target", lambda: cpu)
+    monkeypatch.setattr("tests.random_kernels.runner.MOST_DRAWS", 3)
+    assert all_structures(2) == []
+    with pytest.raises(LookupError, match="write_kv-triton-0: none of"):
+        Structure(op="write_kv", implementation="triton", index=0).draw()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_two_thousand_cases_on_a_card(capfd):
+    structures = all_structures(5)
+    assert {structure.op for structure in structures} >= {*INTERPRETED, "kda_prefill"}
+    passed, failures = 0, {}
+    num_processes = min(16, len(os.sched_getaffinity(0)))
+    for report in run_all(structures, NUM_CASES, num_processes):
+        passed += report.passed
+        if report.failures:
+            failures[report.structure] = report.failures
+        with capfd.disabled():
+            sys.stdout.write(f"{report.structure}: {report.passed} passed\n")
+            sys.stdout.flush()
+    assert failures == {}
+    assert passed == NUM_CASES
