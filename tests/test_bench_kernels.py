@@ -13,6 +13,7 @@ from scripts import tune_kernels
 from scripts.benchmarking import Result
 from scripts.kernel_benches import roofline
 from scripts.kernel_benches.case import (
+    COLD_BYTES,
     BenchCase,
     Program,
     WrongResultError,
@@ -98,6 +99,13 @@ def test_case_names_what_exists(case):
     assert set(case.implementations) <= {line.implementation for line in SUPPORT[op]}
     assert case.moved_bytes > 0
     json.dumps(dict(case.shape))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.small], ids=str)
+def test_a_step_touches_more_than_the_cache_holds(case):
+    for implementation in case.implementations:
+        program = case.program(implementation, None)
+        assert program.touched_bytes >= COLD_BYTES
 
 
 @pytest.mark.parametrize("error", [2e-3, float("nan")])

@@ -110,6 +110,12 @@ class Shape:
         keys = self.batch * self.read_keys + self.decode_rows * self.decode_context
         return 2 * keys * self.kv_heads * width
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of K and V that must be read, of queries and of outputs."""
+        width = self.head_dim * jnp.dtype(self.dtype).itemsize
+        return self.read_bytes + 2 * int(self.query_lens.sum()) * self.q_heads * width
+
 
 def _live_pages(shape: Shape) -> np.ndarray:
     """Return how many pages of each row some query sees."""
@@ -233,7 +239,7 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
         step=step,
         error=error,
         calls=num_layers,
-        touched_bytes=num_layers * shape.read_bytes,
+        touched_bytes=num_layers * shape.moved_bytes,
     )
 
 
@@ -279,13 +285,11 @@ def _case(*, num_layers: int | None = None, small: bool = False, **numbers):
     if num_layers is None:
         num_layers = max(4, min(64, TOUCHED_BYTES // shape.read_bytes))
     itemsize = jnp.dtype(shape.dtype).itemsize
-    tokens = int(shape.query_lens.sum())
-    q_bytes = tokens * shape.q_heads * shape.head_dim * itemsize
     op = "gqa_decode" if shape.is_decode else "gqa_extend"
     return BenchCase(
         op=op,
         shape=dataclasses.asdict(shape),
-        moved_bytes=shape.read_bytes + 2 * q_bytes,
+        moved_bytes=shape.moved_bytes,
         flops=4 * shape.q_heads * shape.head_dim * shape.seen,
         # bfloat16 rounds outputs and weights by up to 2**-9 each.
         max_error=1e-2 if itemsize == 2 else 1e-4,
