@@ -154,9 +154,9 @@ def _delta_decode(
         q = convolve(q0, q1, q2, xq, wq0, wq1, wq2, wq3, bias_q, IS_SILU)
         k = convolve(k0, k1, k2, xk, wk0, wk1, wk2, wk3, bias_k, IS_SILU)
         v = convolve(v0, v1, v2, xv, wv0, wv1, wv2, wv3, bias_v, IS_SILU)
-        q0, q1, q2 = q1, q2, xq.to(q0.dtype)
-        k0, k1, k2 = k1, k2, xk.to(k0.dtype)
-        v0, v1, v2 = v1, v2, xv.to(v0.dtype)
+        q0, q1, q2 = q1, q2, xq
+        k0, k1, k2 = k1, k2, xk
+        v0, v1, v2 = v1, v2, xv
         decay = gate_decay(gate_logits + dt_bias, a_log, LOWER_BOUND)
         beta = 1.0 / (1.0 + tl.exp(-beta_logits))
 

@@ -175,6 +175,7 @@ CASES = {
     "kda": Layer(kind="kda"),
     "kda-bf16": Layer(kind="kda", conv_dtype="bfloat16", dtype="bfloat16"),
     "kda-bf16-state": Layer(kind="kda", storage="bfloat16", placement="float"),
+    "kda-bf16-window": Layer(kind="kda", conv_dtype="bfloat16", value_dim=128),
     "kda-bounded": Layer(kind="kda", lower_bound=-5.0, has_bias=True),
     "kda-128": Layer(kind="kda", heads=2, key_dim=128, value_dim=128),
     "gdn": Layer(kind="gdn", placement="static"),

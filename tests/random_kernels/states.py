@@ -127,6 +127,7 @@ def _check_prefill(kind, pool, gate, implementation, seed) -> None:
     rng = np.random.default_rng(seed)
     slots, is_fresh = _draw_slots(rng)
     lens = rng.choice([0, 1, 3, 63, 64, 65, 100, int(rng.integers(1, 104))], ROWS)
+    lens[rng.integers(ROWS)] = 104
     gates = str(rng.choice(["mild", "strong", "mixed", "none"]))
     rows = [
         (prefill.draw_tokens(kind, rng, int(n), gates), slot, fresh)
@@ -138,6 +139,7 @@ def _check_prefill(kind, pool, gate, implementation, seed) -> None:
     }
     before = pool.put(states)
     after, outs = prefill.run(kind, pool, gate, before, rows, implementation)
+    found, wanted = [], []
     for (tokens, slot, fresh), out in zip(rows, outs, strict=False):
         if slot is None:
             assert np.all(out == 0)
@@ -149,8 +151,14 @@ def _check_prefill(kind, pool, gate, implementation, seed) -> None:
             )
             continue
         truth, last = kind.expected(tokens, gate, np.asarray(start, np.float64))
-        prefill.check(out, truth, len(out), head_axis=1)
+        found.append(out)
+        wanted.append(truth)
         prefill.check(pool.get(after, slot), last, len(out), head_axis=0)
+    # All rows together: the output of a single token may be a multiple of a q . k that
+    # nearly vanishes, and has then no digits of its own.
+    if found:
+        found, wanted = np.concatenate(found), np.concatenate(wanted)
+        prefill.check(found, wanted, int(max(lens)), head_axis=1)
     pool.assert_only_written(before, after, [s for s in slots if s is not None])
     moved = _moved(slots)
     places = [(a, b) for a, b in zip(slots, moved, strict=True) if a is not None]
