@@ -66,8 +66,6 @@ class BenchCase:
       bandwidth: Which of the card's bandwidths bounds it: ``read``, or ``copy`` of
         what writes about as much as it reads.
       configs: Kernel configurations worth trying, by implementation, for tuning.
-      compiles_alone: XLA times ways to compute a part of a step while it compiles it:
-        nothing else may run then.
       small: The case runs anywhere within a second.
     """
 
@@ -82,7 +80,6 @@ class BenchCase:
     configs: Mapping[Implementation, Sequence[Any]] = dataclasses.field(
         default_factory=dict
     )
-    compiles_alone: bool = False
     small: bool = False
 
     def share(self, us: float, ceilings: Mapping[str, float]) -> float:
@@ -194,14 +191,15 @@ def step_us(step: Callable[[Any], Any], state: Any, *, seconds: float = 0.12) ->
     Args:
       step: Takes the state, donated, and returns it.
       state: Used up.
-      seconds: Time to measure for, at least seven pairs of groups whatever they take.
+      seconds: Time to measure for: seven pairs of groups, or three where a step takes
+        so long that seven take more than twice the time.
     """
     state = step(step(state))
     jax.block_until_ready(state)
     once, state = _timed_steps(step, state, 1)
     steps = max(int(seconds / 28 / max(once, 1e-6)), 1)
     times = []
-    for _ in range(7):
+    for _ in range(7 if 28 * once < 2 * seconds else 3):
         short, state = _timed_steps(step, state, steps)
         long, state = _timed_steps(step, state, 3 * steps)
         # A machine that is busy with other things can make the short group longer.

@@ -247,7 +247,6 @@ def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
         program=functools.partial(_program, shape=shape, num_layers=num_layers),
         configs={} if small else {"mosaic_gpu": configs},
         # The products that absorb queries are XLA's.
-        compiles_alone=not small,
         small=small,
     )
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,9 +64,9 @@ class Job:
         return self.case.program(self.implementation, self.config)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A compiled program as bytes, filled as its functions are done.
+    """A compiled program as bytes, or why there is none.
 
     Attributes:
       job: What it was compiled for.
@@ -75,7 +75,7 @@ class Packed:
     """
 
     job: Job
-    functions: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    functions: Mapping[str, tuple]
     refusal: str = ""
 
     def load(self) -> Compiled:
@@ -95,15 +95,16 @@ class Packed:
         return Compiled(**loaded, calls=calls, touched_bytes=touched_bytes)
 
 
-def _pack(job: Job, names: Sequence[str]) -> dict[str, tuple] | str:
-    """Compile functions of a program; return the message if that is refused."""
+def _pack(job: Job) -> tuple[dict[str, tuple], str]:
+    """Return the compiled functions of a program as bytes, or why there are none."""
     try:
         compile_ = compilers(job.program())
-        return {
-            name: serialize_executable.serialize(compile_[name]()) for name in names
+        functions = {
+            name: serialize_executable.serialize(compile_[name]()) for name in FUNCTIONS
         }
     except REFUSALS as error:
-        return _refusal(job, error)
+        return {}, _refusal(job, error)
+    return functions, ""
 
 
 def compiled_programs(
@@ -142,7 +143,6 @@ def pack_programs(jobs: Sequence[Job], num_processes: int) -> list[Packed]:
     Returns:
       A program for each job, in order.
     """
-    packed = [Packed(job=job) for job in jobs]
     # Each process would take most of the device's memory for itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with (
@@ -151,25 +151,12 @@ def pack_programs(jobs: Sequence[Job], num_processes: int) -> list[Packed]:
         ) as pool,
         tqdm(total=len(jobs), desc="compiled", unit="program") as bar,
     ):
-
-        def fill(program: Packed, found: dict[str, tuple] | str) -> None:
-            if isinstance(found, str):
-                program.refusal = found
-            else:
-                program.functions |= found
-            bar.update(bool(program.refusal) or len(program.functions) == 3)
-
-        early = {
-            pool.submit(
-                _pack,
-                program.job,
-                ("make", "error") if program.job.case.compiles_alone else FUNCTIONS,
-            ): program
-            for program in packed
-        }
-        for future in concurrent.futures.as_completed(early):
-            fill(early[future], future.result())
-        for program in packed:
-            if len(program.functions) == 2:
-                fill(program, pool.submit(_pack, program.job, ("step",)).result())
-    return packed
+        futures = [pool.submit(_pack, job) for job in jobs]
+        for _ in concurrent.futures.as_completed(futures):
+            bar.update()
+    return [
+        Packed(job=job, functions=functions, refusal=refusal)
+        for job, (functions, refusal) in zip(
+            jobs, (future.result() for future in futures), strict=True
+        )
+    ]

@@ -158,7 +158,9 @@ def _recur(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
         return state, jnp.sum(state * q[None], -1)
 
     q = _normalized(q) * q.shape[-1] ** -0.5
-    state, outs = jax.lax.scan(step, state, (q, _normalized(k), v, log_decay, beta))
+    tokens = q, _normalized(k), v, log_decay, beta
+    # A turn of the loop is launched by the host.
+    state, outs = jax.lax.scan(step, state, tokens, unroll=min(16, len(q)))
     return outs, state
 
 
