@@ -5,7 +5,7 @@ import typing
 import triton
 import triton.language as tl
 
-from pallas_kernels.paged_triton import entry_pointers, finish, pages_of, weigh
+from pallas_kernels.paged_triton import cap, entry_pointers, finish, pages_of, weigh
 
 
 # Triton compiles the source: a checking wrapper would hide the module's names from it.
@@ -136,9 +136,7 @@ def _attend(
         ).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFT_CAP > 0.0:
-            # c * tanh(s / c), in base 2 afterwards: tanh(x) = 1 - 2 / (exp(2x) + 1)
-            x = tl.exp2(s * (2.0 * SCALE / SOFT_CAP * 1.4426950408889634))
-            s = (SOFT_CAP * 1.4426950408889634) * (1.0 - 2.0 / (x + 1.0))
+            s = cap(s, SCALE, SOFT_CAP)
         else:
             s = s * (SCALE * 1.4426950408889634)
         if QUERY_LEN > 1:

@@ -35,7 +35,7 @@ from pallas_kernels.gqa_decode_kernels import (
     whole_rows_kernel,
 )
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
-from pallas_kernels.paged_triton import addresses, layer_blocks
+from pallas_kernels.paged_triton import addresses, layer_blocks, scoring
 from pallas_kernels.triton_launch import launch
 from pallas_kernels.tuning import tuned_config
 
@@ -267,9 +267,7 @@ def gqa_decode(
     statics: dict[str, typing.Any] = {
         **addresses(k, v, heads=plan.heads),
         "MAX_PAGES": max_pages,
-        "SCALE": float(softmax_scale),
-        "SOFT_CAP": 0.0 if soft_cap is None else float(soft_cap),
-        "WINDOW": 0 if window is None else min(window, 2**30),
+        **scoring(softmax_scale, window=window, soft_cap=soft_cap),
         "QUERY_LEN": query_len,
         "NUM_KV_HEADS": k.num_heads,
         "GROUP": num_q_heads // k.num_heads,

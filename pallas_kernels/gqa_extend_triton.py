@@ -26,10 +26,12 @@ from pallas_kernels.card import has_large_shared_memory
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
 from pallas_kernels.paged_triton import (
     addresses,
+    cap,
     entry_pointers,
     finish,
     layer_blocks,
     pages_of,
+    scoring,
 )
 from pallas_kernels.triton_launch import launch
 
@@ -123,9 +125,7 @@ def _attend_blocks(
             k = tl.load(k_ptrs, mask=(d < KEY_DIM)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if SOFT_CAP > 0.0:
-            # c * tanh(s / c), in base 2 afterwards: tanh(x) = 1 - 2 / (exp(2x) + 1)
-            x = tl.exp2(s * (2.0 * SCALE / SOFT_CAP * 1.4426950408889634))
-            s = (SOFT_CAP * 1.4426950408889634) * (1.0 - 2.0 / (x + 1.0))
+            s = cap(s, SCALE, SOFT_CAP)
             FACTOR: tl.constexpr = 1.0
         else:
             FACTOR: tl.constexpr = SCALE * 1.4426950408889634
@@ -341,9 +341,6 @@ def gqa_extend(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         HAS_SINKS=sinks is not None,
-        SCALE=float(softmax_scale),
-        SOFT_CAP=0.0 if soft_cap is None else float(soft_cap),
-        WINDOW=0 if window is None else min(window, 2**30),
         NUM_TOKENS=num_tokens,
         NUM_ROWS=num_rows,
         NUM_TILES=num_tiles,
@@ -354,6 +351,7 @@ def gqa_extend(
         BLOCK_KV=config.block_kv,
         BLOCK_ROWS=next_power_of_2(num_rows + 1),
         PRECISION="tf32x3",
+        **scoring(softmax_scale, window=window, soft_cap=soft_cap),
         **places,
     )
     return out, lse

@@ -41,6 +41,17 @@ def addresses(k: PagedPart, v: PagedPart, *, heads: int = 1) -> dict[str, typing
     }
 
 
+def scoring(
+    softmax_scale: float, *, window: int | None, soft_cap: float | None
+) -> dict[str, typing.Any]:
+    """Returns the constants of scores; 0 is no window, and no cap."""
+    return {
+        "SCALE": float(softmax_scale),
+        "SOFT_CAP": 0.0 if soft_cap is None else float(soft_cap),
+        "WINDOW": 0 if window is None else min(window, 2**30),
+    }
+
+
 def layer_blocks(k: PagedPart, v: PagedPart) -> Int32[Array, " 3"]:
     """Returns the layer's constants of K and V as an array: one kernel for all layers.
 
@@ -66,6 +77,15 @@ def finish(acc, m, z, sink, HAS_SINKS: tl.constexpr):
         z = tl.where(has_keys, z, 1.0)
     out = tl.where(has_keys[:, None], acc / z[:, None], 0.0)
     return out, tl.where(has_keys, m + tl.log2(z), -float("inf"))
+
+
+@triton.jit
+@typing.no_type_check
+def cap(s, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr):
+    """Scales scores by SCALE, then returns `c * tanh(s / c)` of them in base 2."""
+    # tanh(x) = 1 - 2 / (exp(2x) + 1)
+    x = tl.exp2(s * (2.0 * SCALE / SOFT_CAP * 1.4426950408889634))
+    return (SOFT_CAP * 1.4426950408889634) * (1.0 - 2.0 / (x + 1.0))
 
 
 @triton.jit

@@ -1,6 +1,5 @@
 """The dispatch rule and the one table behind it."""
 
-import dataclasses
 import typing
 
 import pytest
@@ -54,30 +53,6 @@ def test_every_op_has_a_reference_that_runs_anywhere(op):
     names = [line.implementation for line in SUPPORT[op]]
     assert set(names) <= set(typing.get_args(Implementation))
     assert names[-1] == "xla"
-
-
-@pytest.mark.parametrize(
-    ("op", "proven", "changed"),
-    [
-        (
-            "gqa_attention",
-            {"page_size": 16, "widths": (128, 128)},
-            {"widths": (64, 64)},
-        ),
-        (
-            "mla_extend",
-            {"page_size": 64, "widths": (576, 512, 128, 128)},
-            {"page_size": 16},
-        ),
-    ],
-)
-def test_what_never_ran_on_a_card_must_be_asked_for(op, proven, changed):
-    bf16 = {"storage_dtype": "bfloat16", "compute_dtype": "bfloat16"}
-    ran = OpCase(**bf16, **proven)
-    assert resolve(op, None, ran, target=H200) == "mosaic_gpu"
-    simulated = dataclasses.replace(ran, **changed)
-    assert resolve(op, None, simulated, target=H200) != "mosaic_gpu"
-    assert resolve(op, "mosaic_gpu", simulated, target=H200) == "mosaic_gpu"
 
 
 @pytest.mark.usefixtures("table")
