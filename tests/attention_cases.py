@@ -204,14 +204,20 @@ class GqaData:
 
 
 @ft.cache
-def make_gqa(case: Gqa, *, seed=0, values=7) -> GqaData:
-    """The arrays: `seed` decides the pages, `values` what is in them."""
-    rng = np.random.default_rng(values)
+def make_gqa(case: Gqa, *, seed=0, value_seed=7) -> GqaData:
+    """The arrays: `seed` decides the pages, `value_seed` what is in them."""
+    rng = np.random.default_rng(value_seed)
     heads = case.kv_heads * case.group
     q = case.draw_queries(rng, heads, case.dims[0])
     keys = [case.draw(rng, n, case.kv_heads, case.dims[0]) for n in case.kv_lens]
     values = [case.draw(rng, n, case.kv_heads, case.dims[1]) for n in case.kv_lens]
     sinks = rng.standard_normal(heads).astype(np.float32) if case.sinks else None
+    pool, views = _place_gqa(case, keys, values, seed)
+    return GqaData(q=q, keys=keys, values=values, sinks=sinks, pool=pool, views=views)
+
+
+def _place_gqa(case: Gqa, keys, values, seed):
+    """A pool with the rows in pages drawn by `seed`, and the views of K and V."""
     spec = AttentionSpec(
         name="full",
         num_layers=case.num_layers,
@@ -235,7 +241,13 @@ def make_gqa(case: Gqa, *, seed=0, values=7) -> GqaData:
     views = tuple(
         layout.part_view("full", layer=case.layer, part=part) for part in ("k", "v")
     )
-    return GqaData(q=q, keys=keys, values=values, sinks=sinks, pool=pool, views=views)
+    return pool, views
+
+
+def move_gqa(case: Gqa, data: GqaData, seed: int) -> GqaData:
+    """The same rows in other pages."""
+    pool, views = _place_gqa(case, data.keys, data.values, seed)
+    return dataclasses.replace(data, pool=pool, views=views)
 
 
 def gqa_oracle(case: Gqa, data: GqaData, *, padding=PADDING):
@@ -334,18 +346,32 @@ class MlaData:
 
 
 @ft.cache
-def make_mla(case: Mla, *, seed=0, values=11) -> MlaData:
-    """The arrays: `seed` decides the pages, `values` what is in them."""
-    rng = np.random.default_rng(values)
+def make_mla(case: Mla, *, seed=0, value_seed=11) -> MlaData:
+    """The arrays: `seed` decides the pages, `value_seed` what is in them."""
+    rng = np.random.default_rng(value_seed)
     latent, rope, nope, value = case.dims
     compute = DTYPES[case.compute]
     cached = [case.draw(rng, n, latent + rope) for n in case.kv_lens]
+    pool, view = _place_mla(case, cached, seed)
+    return MlaData(
+        q=case.draw_queries(rng, case.heads, latent + rope),
+        q_heads=case.draw_queries(rng, case.heads, nope + rope),
+        w_kc=(rng.standard_normal((case.heads, nope, latent)) / 5).astype(compute),
+        w_vc=(rng.standard_normal((case.heads, value, latent)) / 5).astype(compute),
+        cached=cached,
+        pool=pool,
+        view=view,
+    )
+
+
+def _place_mla(case: Mla, cached, seed):
+    """A pool with the rows in pages drawn by `seed`, and their view."""
     spec = MLASpec(
         name="mla",
         num_layers=case.num_layers,
         page_size=case.page_size,
-        latent_dim=latent,
-        rope_dim=rope,
+        latent_dim=case.dims[0],
+        rope_dim=case.dims[1],
         dtype=DTYPES[case.store],
     )
     layout = layout_with(spec, case.placement, num_pages=case.num_pages)
@@ -358,15 +384,13 @@ def make_mla(case: Mla, *, seed=0, values=11) -> MlaData:
         max_pages=case.max_pages,
         seed=seed,
     )
-    return MlaData(
-        q=case.draw_queries(rng, case.heads, latent + rope),
-        q_heads=case.draw_queries(rng, case.heads, nope + rope),
-        w_kc=(rng.standard_normal((case.heads, nope, latent)) / 5).astype(compute),
-        w_vc=(rng.standard_normal((case.heads, value, latent)) / 5).astype(compute),
-        cached=cached,
-        pool=pool,
-        view=layout.part_view("mla", layer=case.layer, part="latent"),
-    )
+    return pool, layout.part_view("mla", layer=case.layer, part="latent")
+
+
+def move_mla(case: Mla, data: MlaData, seed: int) -> MlaData:
+    """The same rows in other pages."""
+    pool, view = _place_mla(case, data.cached, seed)
+    return dataclasses.replace(data, pool=pool, view=view)
 
 
 def absorbed_oracle(case: Mla, data: MlaData, *, padding=PADDING):

@@ -205,12 +205,13 @@ def attention_at_once(
     is_seen = (rows <= positions) | (not causal)
     if window is not None:
         is_seen &= rows > positions - window
+    q, keys, values = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (q, k, v))
+    values = np.where(is_seen.any(axis=0)[:, None], values, 0.0)
     out = np.zeros((num_tokens, num_q_heads, value_width))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     for h in range(num_q_heads):
-        key, value = (np.asarray(x[:, h // group_size], np.float64) for x in (k, v))
-        value = np.where(is_seen.any(axis=0)[:, None], value, 0.0)
-        s = softmax_scale * (np.asarray(q[:, h], np.float64) @ key.T)
+        key, value = keys[h // group_size], values[h // group_size]
+        s = softmax_scale * (q[h] @ key.T)
         if soft_cap is not None:
             s = soft_cap * np.tanh(s / soft_cap)
         s = np.where(is_seen, s, -np.inf)

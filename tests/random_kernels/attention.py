@@ -13,6 +13,8 @@ from tests.attention_cases import (
     assert_result,
     make_gqa,
     make_mla,
+    move_gqa,
+    move_mla,
     packed_oracle,
     run_absorbed,
     run_expanded,
@@ -72,12 +74,14 @@ def draw_rows(rng, query_lens, max_len, block) -> tuple[tuple[int, int], ...]:
     return tuple(rows)
 
 
-def _check(case, query_lens, max_len, make, run, oracle, assert_equal, seed) -> None:
+def _check(case, query_lens, max_len, run, oracle, assert_equal, seed) -> None:
     rng = np.random.default_rng(seed)
     rows = draw_rows(rng, query_lens, max_len, case.page_size)
     case = dataclasses.replace(case, rows=rows)
-    # The functions behind the caches: no case comes twice.
-    data, moved = (make(case, seed=2 * seed + i, values=seed) for i in (0, 1))
+    make, move = (make_gqa, move_gqa) if isinstance(case, Gqa) else (make_mla, move_mla)
+    # The function behind the cache: no case comes twice.
+    data = make.__wrapped__(case, seed=2 * seed, value_seed=seed)
+    moved = move(case, data, 2 * seed + 1)
     result = run(case, data)
     assert_equal(case, result, oracle(case, data))
     for found, again in zip(result, run(case, moved), strict=True):
@@ -204,7 +208,6 @@ def draw_gqa(rng, implementation, max_len, *, is_decode: bool):
         case,
         query_lens,
         max_len,
-        make_gqa.__wrapped__,
         run,
         gqa_rows_oracle,
         functools.partial(assert_result, width=width),
@@ -212,29 +215,33 @@ def draw_gqa(rng, implementation, max_len, *, is_decode: bool):
     return op_case(case, case.dims), check
 
 
-def _draw_mla(rng, max_len, *, bound=None) -> DrawnMla:
+def _draw_mla(rng, max_len, *, is_absorbed: bool, bound=None) -> DrawnMla:
     kimi = (512, 64, 128, 128)
     small = [(24, 8, 12, 10), (128, 32, 64, 64), (256, 64, 128, 128)]
     dims = kimi if rng.random() < 0.7 else small[int(rng.integers(len(small)))]
-    heads = [16, 20, 32, 64, 128] if dims == kimi else [1, 3, 8, 20]
+    scale = sum(dims[1:3]) ** -0.5
+    if is_absorbed:
+        # The matrices that expand rows are as large as all else, and not used.
+        dims = (*dims[:2], 1, 1)
+    heads = [16, 20, 32, 64, 128] if dims[0] == 512 else [1, 3, 8, 20]
     return DrawnMla(
         **_shared(rng),
         max_len=max_len,
         heads=int(rng.choice(heads)),
         dims=dims,
+        softmax_scale=scale,
         bound=bound,
     )
 
 
 def draw_mla_decode(rng, implementation, max_len):
     """Return a structure of MLA decode: its facts and its check."""
-    case = _draw_mla(rng, max_len, bound=int(rng.integers(1, 5)))
+    case = _draw_mla(rng, max_len, is_absorbed=True, bound=int(rng.integers(1, 5)))
     check = functools.partial(
         _check,
         case,
         (case.bound,) * ROWS,
         max_len,
-        make_mla.__wrapped__,
         functools.partial(run_mla_decode, implementation=implementation),
         absorbed_rows_oracle,
         functools.partial(assert_result, width=sum(case.dims[:2])),
@@ -246,7 +253,7 @@ def draw_mla_extend(rng, implementation, max_len, *, is_absorbed: bool):
     """Return a structure of MLA extend: its facts and its check."""
     # Expanded rows are rounded to the dtype of the queries, and their error grows with
     # the keys: longer rows could not be told from wrong ones.
-    case = _draw_mla(rng, min(max_len, 800))
+    case = _draw_mla(rng, min(max_len, 800), is_absorbed=is_absorbed)
     if not is_absorbed and case.heads > 16:
         case = dataclasses.replace(case, heads=16)
     row = sum(case.dims[:2])
@@ -257,7 +264,6 @@ def draw_mla_extend(rng, implementation, max_len, *, is_absorbed: bool):
         case,
         PACKED_LENS,
         case.max_len,
-        make_mla.__wrapped__,
         functools.partial(
             run, implementation=implementation, max_query_len=max(PACKED_LENS)
         ),
@@ -271,10 +277,11 @@ def draw_mla_extend(rng, implementation, max_len, *, is_absorbed: bool):
     return op_case(case, widths), check
 
 
+# Those that take longest come first.
 DRAW: dict[str, Callable] = {
-    "gqa_decode": functools.partial(draw_gqa, is_decode=True),
-    "gqa_attention": functools.partial(draw_gqa, is_decode=False),
-    "mla_decode": draw_mla_decode,
-    "mla_extend": functools.partial(draw_mla_extend, is_absorbed=False),
     "mla_extend_absorbed": functools.partial(draw_mla_extend, is_absorbed=True),
+    "mla_extend": functools.partial(draw_mla_extend, is_absorbed=False),
+    "mla_decode": draw_mla_decode,
+    "gqa_attention": functools.partial(draw_gqa, is_decode=False),
+    "gqa_decode": functools.partial(draw_gqa, is_decode=True),
 }

@@ -111,9 +111,9 @@ def all_structures(num_of_each: int) -> list[Structure]:
     """Return structures of every kernel that the default device may run."""
     return [
         Structure(op=op, implementation=implementation, index=index)
-        for index in range(num_of_each)
         for op in DRAW
         for implementation in kernels_of(op)
+        for index in range(num_of_each)
     ]
 
 
