@@ -5,11 +5,11 @@ import functools as ft
 
 import numpy as np
 
-from models.registry import Loaded, load
+from models.registry import Loaded
 from tests import test_model_hybrid
-from tests.golden import GOLDENS
 from tests.model_runner import ModelRunner
 from tests.pools import POISON
+from tests.short_models import load_short
 from ukv.engine import Engine, EngineConfig, Programs, SamplingParams, engine_layout
 
 CONFIG = EngineConfig(
@@ -25,8 +25,8 @@ CONFIG = EngineConfig(
 # Small enough that requests lose their pages, and that others are moved.
 TIGHT_BYTES = {
     "llama": 230_000,
-    "kimi_linear": 220_000,
-    "gemma3": 490_000,
+    "kimi_linear": 120_000,
+    "gemma3": 280_000,
     "hybrid": 200_000,
 }
 STATIC_PAGES = {
@@ -51,7 +51,7 @@ def loaded(family):
         return Loaded(
             model=test_model_hybrid.MODEL, weights=test_model_hybrid.weights()
         )
-    return load(GOLDENS / family, dtype="float32", progress=False)
+    return load_short(family)
 
 
 @ft.cache

@@ -212,8 +212,12 @@ def _jitted_step(model, translator, num_tokens, max_query_len, is_optimized):
         return logits, pool, tables
 
     # Tests compile in a hurry, unless it matters how a user's program rounds.
-    options = {"xla_backend_optimization_level": "3"} if is_optimized else None
-    return jax.jit(step, donate_argnums=(1, 3), compiler_options=options)
+    options = {"xla_backend_optimization_level": "3", "xla_backend_extra_options": ""}
+    return jax.jit(
+        step,
+        donate_argnums=(1, 3),
+        compiler_options=options if is_optimized else None,
+    )
 
 
 def forget_programs():

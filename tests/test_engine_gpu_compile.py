@@ -15,6 +15,7 @@ from tests.gpu_compile import (
     pool_sized_copies,
     requires_h200_compiler,
 )
+from tests.short_models import load_short
 from ukv.engine import Programs, engine_layout
 from ukv.engine.actions import MAX_CHECKPOINTS, MAX_NAMES, MAX_RELEASES
 from ukv.engine.device_state import create_device_state
@@ -52,7 +53,7 @@ def test_a_step_is_in_place(decode_steps):
     config = dataclasses.replace(
         CONFIG, decode_steps=decode_steps or 1, dtype="bfloat16"
     )
-    model = read_model(GOLDENS / FAMILY)
+    model = load_short(FAMILY).model
     layout = engine_layout(model, pool_bytes=POOL_BYTES, config=config)
     programs = Programs(model, layout, config)
     is_decode = decode_steps is not None

@@ -47,6 +47,8 @@ def played(kind, *, is_unified=True, pages=None, vocab_size=150, **fields):
     return PlayedEngine(Scheduler(config, Ledger(layout, spec)), vocab_size=vocab_size)
 
 
+# Checks of annotations would take three quarters of the time.
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("is_unified", [True, False], ids=["unified", "static"])
 @pytest.mark.parametrize("decode_steps", [1, 3])

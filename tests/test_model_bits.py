@@ -7,9 +7,10 @@ import pytest
 
 from tests import tagged_pools as pools
 from tests.model_runner import ModelRunner, forget_programs
+from tests.short_models import load_short
 from tests.test_model_hybrid import MODEL as HYBRID
 from tests.test_model_hybrid import weights as hybrid_weights
-from tests.test_model_parity import FAMILIES, loaded
+from tests.test_model_parity import FAMILIES
 
 # Of the request that is watched and of two others; each crosses a page in its decode.
 PROMPT_LENS = (46, 34, 50)
@@ -30,7 +31,8 @@ def family(request):
 def sizes_and_weights(family):
     if family == "hybrid":
         return HYBRID, hybrid_weights()
-    return loaded(family).model, loaded(family).weights
+    loaded = load_short(family)
+    return loaded.model, loaded.weights
 
 
 def new_runner(family, *, is_unified=True):
