@@ -66,7 +66,7 @@ def few_programs():
 
 @pytest.fixture
 def unchecked():
-    """Switch annotation checks off, to reach the error that a user would see."""
+    """Switch annotation checks off, which cost time and hide errors of our own."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
