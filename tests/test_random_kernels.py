@@ -47,8 +47,9 @@ def assert_passed(structure, seeds):
 def test_random_cases_interpreted(op, index, monkeypatch):
     monkeypatch.setattr("ukv.implementation.default_target", lambda: H200)
     monkeypatch.setattr("tests.random_kernels.runner.default_target", lambda: H200)
-    launch = f"pallas_kernels.{INTERPRETED[op][0]}.launch"
-    monkeypatch.setattr(launch, interpreted_launch)
+    # Rows of one token in a packed batch go to the kernel of another op.
+    for module, _ in INTERPRETED.values():
+        monkeypatch.setattr(f"pallas_kernels.{module}.launch", interpreted_launch)
     structure = Structure(op=op, implementation="triton", index=index, max_len=150)
     assert_passed(structure, range(2))
 
