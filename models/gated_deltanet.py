@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from models.layers import linear, rms_norm
 from models.weights import Weights, joined, weight
 from ukv.ops import (
-    DeltaTokens,
     DeltaViews,
     GdnGate,
     Implementation,
@@ -24,8 +23,7 @@ from ukv.ops import (
     ShortConv,
     StateSlots,
     gdn_decode_step,
-    gdn_prefill,
-    short_conv_prefill,
+    gdn_prefill_step,
 )
 from ukv.pool import PoolState
 from ukv.spec import StateSpec, gdn_state_spec
@@ -134,16 +132,14 @@ class GatedDeltaNet:
         conv = ShortConv(weight=layer["conv"])
         gate = GdnGate(a_log=layer["a_log"], dt_bias=layer["dt_bias"])
         slots = state_slots(inputs, sub_pool)
+        projected = ProjectedTokens(
+            qkv=mixed, gate_logits=gate_logits, beta_logits=beta_logits
+        )
         if inputs.is_decode:
-            projected = ProjectedTokens(
-                qkv=mixed[:, None],
-                gate_logits=gate_logits[:, None],
-                beta_logits=beta_logits[:, None],
-            )
             buffers, out = gdn_decode_step(
                 pool.buffers,
                 views,
-                projected,
+                jax.tree.map(lambda of_token: of_token[:, None], projected),
                 conv,
                 gate,
                 slots,
@@ -151,28 +147,11 @@ class GatedDeltaNet:
             )
             out = out[:, 0]
         else:
-            buffers, mixed = short_conv_prefill(
+            buffers, out = gdn_prefill_step(
                 pool.buffers,
-                views.conv,
-                mixed,
+                views,
+                projected,
                 conv,
-                inputs.cu_query_lens,
-                slots,
-                implementation=self.implementation,
-            )
-            first_k = self.num_key_heads * self.key_dim
-            q, k, v = jnp.split(mixed, [first_k, 2 * first_k], axis=-1)
-            tokens = DeltaTokens(
-                q=q.reshape(*q.shape[:-1], self.num_key_heads, self.key_dim),
-                k=k.reshape(*k.shape[:-1], self.num_key_heads, self.key_dim),
-                v=v.reshape(*v.shape[:-1], self.num_value_heads, self.value_dim),
-                gate_logits=gate_logits,
-                beta_logits=beta_logits,
-            )
-            buffers, out = gdn_prefill(
-                buffers,
-                views.recurrent,
-                tokens,
                 gate,
                 inputs.cu_query_lens,
                 slots,

@@ -24,9 +24,8 @@ from ukv.ops import (
     ShortConv,
     StateSlots,
     kda_decode_step,
-    kda_prefill,
+    kda_prefill_step,
     kda_rows,
-    short_conv_prefill,
     short_conv_rows,
 )
 from ukv.pool import PoolState
@@ -149,19 +148,11 @@ class KimiDeltaAttention:
             )
             out = out[:, 0]
         else:
-            buffers, qkv = short_conv_prefill(
+            buffers, out = kda_prefill_step(
                 pool.buffers,
-                views.conv,
-                projected.qkv,
+                views,
+                projected,
                 conv,
-                inputs.cu_query_lens,
-                slots,
-                implementation=implementation,
-            )
-            buffers, out = kda_prefill(
-                buffers,
-                views.recurrent,
-                self._tokens(projected, qkv),
                 gate,
                 inputs.cu_query_lens,
                 slots,

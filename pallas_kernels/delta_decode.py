@@ -14,10 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.delta_decode_kernel import (
-    delta_decode_kernel,
-    delta_decode_two_pools_kernel,
-)
+from pallas_kernels.delta_decode_kernel import delta_decode_kernel
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.triton_launch import launch
 
@@ -29,19 +26,22 @@ class DeltaDecodeConfig:
     """Tuning of the decode step.
 
     Attributes:
-        block_v: value rows of a program, a power of two; the programs of the value
+        block_v: value rows of a program, a power of two. The programs for the value
             heads of one key head form a cluster, so there may be at most 8.
+        tile_v: those in registers at a time, in one head. With several tokens a block
+            is one tile.
         lane_keys: key channels that neighbouring lanes share, a power of two.
         num_warps: warps of a program.
     """
 
     block_v: int = 32
+    tile_v: int = 32
     lane_keys: int = 32
     num_warps: int = 4
 
     def __post_init__(self):
         """Checks the ranges."""
-        for name in ("block_v", "lane_keys", "num_warps"):
+        for name in ("block_v", "tile_v", "lane_keys", "num_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
@@ -60,7 +60,8 @@ def default_config(rows: int, values_per_key: int, value_dim: int) -> DeltaDecod
     """
     block_v, lane_keys = (32, 32) if rows < 8 else (128, 64)
     smallest = -(-values_per_key * value_dim // MAX_CLUSTER)
-    return DeltaDecodeConfig(block_v=max(block_v, smallest), lane_keys=lane_keys)
+    block_v = max(block_v, 1 << (smallest - 1).bit_length())
+    return DeltaDecodeConfig(block_v=block_v, tile_v=block_v, lane_keys=lane_keys)
 
 
 def delta_decode(
@@ -123,22 +124,23 @@ def delta_decode(
             raise ValueError(f"{name}={dim} must be a power of two, at least 16")
     if config is None:
         config = default_config(rows, heads // num_key_heads, value_dim)
-    block_v, lane_keys = (
-        min(config.block_v, value_dim),
-        min(config.lane_keys, key_dim),
-    )
-    num_blocks = value_dim // block_v
-    cluster_size = num_blocks * heads // num_key_heads
+    values_per_key = heads // num_key_heads * value_dim
+    lane_keys = min(config.lane_keys, key_dim)
+    block_v = min(config.block_v, values_per_key)
+    tile_v = min(config.tile_v, block_v, value_dim)
+    if query_len > 1 or values_per_key % block_v:
+        block_v = tile_v = min(block_v, value_dim)
+    cluster_size = values_per_key // block_v
     if cluster_size > MAX_CLUSTER:
         raise ValueError(
-            f"{block_v=} makes {cluster_size} programs for the {value_dim} values of "
-            f"the {heads // num_key_heads} heads of a key head: at most {MAX_CLUSTER}"
+            f"{block_v=} makes {cluster_size} programs for the {values_per_key} values "
+            f"that share a key head: at most {MAX_CLUSTER}"
         )
-    # Of one pool a kernel gets one pointer: it may not be passed twice.
-    pools = [buffer] if windows is None else [buffer, windows]
-    kernels = (delta_decode_kernel, delta_decode_two_pools_kernel)
-    *pools, out = launch(
-        kernels[len(pools) - 1],
+    # A pool may not be passed twice: a second one that is not there is a few words.
+    is_one_pool = windows is None
+    windows_shape = (4,) if is_one_pool else windows.shape
+    buffer, written, out = launch(
+        delta_decode_kernel,
         qkv,
         gate_logits,
         beta_logits,
@@ -152,13 +154,15 @@ def delta_decode(
         # are constants of the program and not more arguments of it.
         np.asarray([state.row], np.int32),
         np.asarray([window.row], np.int32),
-        *pools,
+        buffer,
+        slots if is_one_pool else windows,
         outputs=[
-            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+            jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
+            jax.ShapeDtypeStruct(windows_shape, buffer.dtype),
             jax.ShapeDtypeStruct((rows, query_len, heads, value_dim), qkv.dtype),
         ],
-        aliases={11 + i: i for i in range(len(pools))},
-        grid=(rows * heads * num_blocks,),
+        aliases={11: 0} if is_one_pool else {11: 0, 12: 1},
+        grid=(rows * num_key_heads * cluster_size,),
         num_warps=config.num_warps,
         cluster_size=cluster_size,
         T=query_len,
@@ -167,9 +171,11 @@ def delta_decode(
         K=key_dim,
         V=value_dim,
         BLOCK_V=block_v,
+        TILE_V=tile_v,
         LANE_KEYS=lane_keys,
         STATE_DTYPE=state.dtype,
         WINDOW_DTYPE=window.dtype,
+        IS_ONE_POOL=is_one_pool,
         IS_PER_CHANNEL=dt_bias.shape[0] != heads,
         LOWER_BOUND=lower_bound,
         HAS_BIAS=bias is not None,
@@ -178,4 +184,4 @@ def delta_decode(
         WINDOW_ROW_WORDS=window.row_words,
         LAST_ROW=state.last_row,
     )
-    return pools[0], None if windows is None else pools[1], out
+    return buffer, None if is_one_pool else written, out

@@ -91,13 +91,27 @@ def gate_decay(logits, a_log, LOWER_BOUND: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def meet(after):
-    """Joins the cluster's barrier; nobody passes before all have come.
+def arrive(after):
+    """Says at the cluster's barrier that `after` is computed; waits for nobody.
 
-    The operand is what must be computed before: it ties the barrier to its place.
+    The operand, the same in all threads, ties the instruction to its place.
     """
-    tl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, $1;",
+    return tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release; mov.b32 $0, $1;",
+        "=r,r",
+        [after],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+@typing.no_type_check
+def wait(after):
+    """Waits until all programs of the cluster have arrived; `after` as in `arrive`."""
+    return tl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire; mov.b32 $0, $1;",
         "=r,r",
         [after],
         dtype=tl.int32,

@@ -16,18 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.delta_chunk_kernel import (
-    delta_gate_kernel,
-    delta_keys_kernel,
-    delta_queries_kernel,
-)
+from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel, delta_gate_kernel
 from pallas_kernels.delta_scan_kernel import delta_scan_kernel
 from pallas_kernels.part_place import PartPlace
+from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
 from pallas_kernels.triton_launch import launch
-
-CHUNK = 64
-
-Checkpoints = tuple[Int32[Array, "rows checkpoints"], Int32[Array, "rows checkpoints"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +29,7 @@ class DeltaPrefillConfig:
 
     Attributes:
         part: key channels that the kernels of a chunk hold in registers at a time.
-        keys_warps: warps of a program that inverts a chunk.
-        queries_warps: warps of a program that multiplies a chunk's queries.
+        chunk_warps: warps of a program that multiplies and inverts a chunk.
         block_v: value rows of a program that scans; None takes few for few rows.
         stages: chunks that a scan loads ahead.
         segment: chunks of a segment. A state rests in the pool between two of them,
@@ -45,54 +37,19 @@ class DeltaPrefillConfig:
     """
 
     part: int = 32
-    keys_warps: int = 4
-    queries_warps: int = 4
+    chunk_warps: int = 4
     block_v: int | None = None
     stages: int = 3
     segment: int = 2048
 
     def __post_init__(self):
         """Checks the ranges."""
-        for name in ("part", "keys_warps", "queries_warps"):
+        for name in ("part", "chunk_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
         if self.segment < 1:
             raise ValueError(f"{self.segment=} must be at least 1")
-
-
-def cut_into_chunks(
-    cu_query_lens: Int32[Array, " bounds"], num_tokens: int
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Cuts packed rows, and the tokens after the last one, into chunks.
-
-    Example: rows of 130 and 1 token in an array of 140 are chunks of 64, 64, 2 and 1
-    tokens, and one of the 9 tokens of no row.
-
-    Args:
-        cu_query_lens: exclusive prefix sum of the lengths.
-        num_tokens: tokens of the arrays.
-
-    Returns:
-        Of each chunk the first token, the number of tokens (0 past the last chunk) and
-        the row; of each row, the last being that of the tokens of no row, the first
-        chunk and the number of chunks.
-    """
-    num_rows = cu_query_lens.shape[0] - 1
-    starts = cu_query_lens
-    ends = jnp.concatenate([cu_query_lens[1:], jnp.full((1,), num_tokens, jnp.int32)])
-    lens = ends - starts
-    counts = -(-lens // CHUNK)
-    last_chunks = jnp.cumsum(counts, dtype=jnp.int32)
-    first_chunks = last_chunks - counts
-    max_chunks = (num_tokens + (CHUNK - 1) * (num_rows + 1)) // CHUNK
-    chunk = jnp.arange(max_chunks, dtype=jnp.int32)
-    # Not a search: it would be a loop, which the host drives.
-    is_behind = last_chunks[None, :] <= chunk[:, None]
-    rows = jnp.minimum(jnp.sum(is_behind, axis=1, dtype=jnp.int32), num_rows)
-    done = (chunk - first_chunks[rows]) * CHUNK
-    sizes = jnp.clip(lens[rows] - done, 0, CHUNK)
-    return starts[rows] + done, sizes, rows, first_chunks, counts
 
 
 def delta_prefill(
@@ -173,12 +130,6 @@ def delta_prefill(
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
     sizes_of_heads = {"H": heads, "K": key_dim, "LOWER_BOUND": lower_bound}
-    key_sizes = {
-        **sizes_of_heads,
-        "KEY_HEADS": q.shape[1],
-        "PART": min(config.part, key_dim),
-        "IS_PER_CHANNEL": is_per_channel,
-    }
 
     def scratch(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((segment_chunks, heads, *shape), dtype)
@@ -204,8 +155,9 @@ def delta_prefill(
                 UNROLL=8,
                 **sizes_of_heads,
             )
-        w, u, decayed_k, decay = launch(
-            delta_keys_kernel,
+        wq, u, decayed_k, decay, products = launch(
+            delta_chunk_kernel,
+            q,
             k,
             v,
             gates,
@@ -214,36 +166,26 @@ def delta_prefill(
             dt_bias,
             *chunks,
             outputs=[
-                scratch(CHUNK, key_dim),
-                scratch(CHUNK, value_dim),
+                scratch(2 * CHUNK, key_dim),
+                scratch(value_dim, CHUNK),
                 scratch(CHUNK, key_dim),
                 scratch(key_dim, dtype=jnp.float32),
+                scratch(CHUNK, CHUNK),
             ],
             grid=(segment_chunks * heads,),
-            num_warps=config.keys_warps,
+            num_warps=config.chunk_warps,
             V=value_dim,
-            **key_sizes,
-        )
-        decayed_q, products = launch(
-            delta_queries_kernel,
-            q,
-            k,
-            gates,
-            a_log,
-            dt_bias,
-            *chunks,
-            outputs=[scratch(CHUNK, key_dim), scratch(CHUNK, CHUNK)],
-            grid=(segment_chunks * heads,),
-            num_warps=config.queries_warps,
-            **key_sizes,
+            KEY_HEADS=q.shape[1],
+            PART=min(config.part, key_dim),
+            IS_PER_CHANNEL=is_per_channel,
+            **sizes_of_heads,
         )
         block_v = config.block_v or (32 if num_rows < 4 else 64)
         block_v = min(block_v, value_dim)
         buffer, out = launch(
             delta_scan_kernel,
-            w,
+            wq,
             u,
-            decayed_q,
             decayed_k,
             products,
             decay,
@@ -263,7 +205,7 @@ def delta_prefill(
                 jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
                 jax.ShapeDtypeStruct(v.shape, v.dtype),
             ],
-            aliases={16: 0, 17: 1},
+            aliases={15: 0, 16: 1},
             grid=((num_rows + 1) * heads * value_dim // block_v,),
             num_warps=4,
             num_stages=config.stages,

@@ -44,9 +44,8 @@ def _store_checkpoints(
 @triton.jit
 @typing.no_type_check
 def delta_scan_kernel(
-    w_ptr,
+    wq_ptr,
     u_ptr,
-    decayed_q_ptr,
     decayed_k_ptr,
     products_ptr,
     decay_ptr,
@@ -94,13 +93,17 @@ def delta_scan_kernel(
     token = tl.arange(0, C)
     key = tl.arange(0, K)
     value = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    state_at = (head * V + value)[None, :] * K + key[:, None]
+    state_at = (head * V + value)[:, None] * K + key[None, :]
     if STATE_IS_BF16:
         states_ptr = pool_ptr.to(tl.pointer_type(tl.bfloat16))
         ROW: tl.constexpr = 2 * ROW_WORDS
     else:
         states_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
         ROW: tl.constexpr = ROW_WORDS
+    key_at = token[:, None] * K + key[None, :]
+    pair_at = tl.arange(0, 2 * C)[:, None] * K + key[None, :]
+    value_at = value[:, None] * C + token[None, :]
+    token_at = token[:, None] * C + token[None, :]
     out_at = token[:, None] * (H * V) + head * V + value[None, :]
     is_present = (slot >= 0) & (slot.to(tl.int64) + offset <= LAST_ROW)
     if is_present & (is_first | (first < last)):
@@ -123,23 +126,22 @@ def delta_scan_kernel(
             )
         for c in tl.range(first, last, num_stages=STAGES):
             tile = ((c - segment) * H + head).to(tl.int64)
-            key_at = tile * (C * K) + token[:, None] * K + key[None, :]
-            w = tl.load(w_ptr + key_at)
-            rounded = S.to(tl.bfloat16)
-            u = tl.load(u_ptr + tile * (C * V) + token[:, None] * V + value[None, :])
-            new = (u.to(tl.float32) - tl.dot(w, rounded)).to(tl.bfloat16)
-            k = tl.load(decayed_k_ptr + key_at)
+            wq = tl.load(wq_ptr + tile * (2 * C * K) + pair_at)
+            u = tl.load(u_ptr + tile * (C * V) + value_at)
+            k = tl.load(decayed_k_ptr + tile * (C * K) + key_at)
             decay = tl.load(decay_ptr + tile * K + key)
-            q = tl.load(decayed_q_ptr + key_at)
-            products_at = tile * (C * C) + token[:, None] * C + token[None, :]
-            products = tl.load(products_ptr + products_at)
-            out = tl.dot(products, new, tl.dot(q, rounded))
-            S = tl.dot(tl.trans(k), new, S * decay[:, None])
+            products = tl.load(products_ptr + tile * (C * C) + token_at)
+            rounded = S.to(tl.bfloat16)
+            both = tl.reshape(tl.dot(rounded, tl.trans(wq)), (BLOCK_V, 2, C))
+            taken, out = tl.split(tl.trans(both, (0, 2, 1)))
+            new = (u.to(tl.float32) - taken).to(tl.bfloat16)
+            S = tl.dot(new, k, S * decay[None, :])
+            out = tl.dot(new, tl.trans(products), out)
             start = tl.load(starts_ptr + c).to(tl.int64)
             is_token = token < tl.load(sizes_ptr + c)
             tl.store(
                 out_ptr + start * (H * V) + out_at,
-                out.to(out_ptr.dtype.element_ty),
+                tl.trans(out.to(out_ptr.dtype.element_ty)),
                 mask=is_token[:, None],
             )
             _store_checkpoints(

@@ -1,5 +1,6 @@
 """Chunked prefill at sizes that kernels have, against the recurrent oracles."""
 
+import dataclasses
 import functools as ft
 import itertools
 
@@ -16,8 +17,14 @@ from tests.gpu_compile import (
 )
 from tests.state_pools import StatePool, round_to
 from tests.test_ops_recurrent import Kind
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    interpreted_launch,
+)
 from ukv.errors import UnsupportedError
 from ukv.ids import KernelBlocks
+from ukv.implementation import Target
 from ukv.layout import unified_layout
 from ukv.ops import DeltaTokens, StateCheckpoints, StateSlots, gdn_prefill, kda_prefill
 from ukv.pool import pool_struct
@@ -33,9 +40,25 @@ KINDS = {
 }
 by_kind = pytest.mark.parametrize("kind", ["kda", "gdn"])
 by_implementation = pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+    "implementation",
+    ["xla", pytest.param("triton", marks=(pytest.mark.gpu, pytest.mark.triton))],
 )
 MAX_TOKENS, MAX_ROWS = 416, 6
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Triton's interpreter in the place of a card."""
+    if IS_INTERPRETING:
+        h200 = Target(platform="gpu", capability=90)
+        monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
+        monkeypatch.setattr("pallas_kernels.delta_prefill.launch", interpreted_launch)
+
+
+@pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
+@requires_h200_compiler
+def test_the_kernels_pass_in_the_interpreter():
+    assert_passes_in_the_interpreter(__file__)
 
 
 def check(actual, truth, num_tokens, *, head_axis):
@@ -171,6 +194,94 @@ def test_splits_on_the_grid_change_no_bit(kind, implementation):
         pieces.append(out[0])
     np.testing.assert_array_equal(np.concatenate(pieces), outs[0])
     np.testing.assert_array_equal(pool.get(buffers, 4), pool.get(once, 4))
+
+
+@by_kind
+@by_implementation
+def test_bits_do_not_depend_on_the_slots(kind, implementation):
+    kind, rng = KINDS[kind], np.random.default_rng(3)
+    gate, tokens = kind.gate(rng), [draw_tokens(kind, rng, n) for n in (70, 64, 5)]
+    states = [rng.standard_normal((kind.H, kind.V, kind.K)) for _ in tokens]
+    found = []
+    for placement, slots in (("high", (1, 2, 3)), ("static", (7, 1, 5))):
+        pool = StatePool.create(
+            kind.spec("float32"), placement, part="recurrent", num_slots=9
+        )
+        rows = [(t, slot, False) for t, slot in zip(tokens, slots, strict=True)]
+        before = pool.put(dict(zip(slots, states, strict=True)))
+        after, outs = run(kind, pool, gate, before, rows, implementation)
+        found.append([*outs[:3], *(pool.get(after, slot) for slot in slots)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logits", [-30.0, -16.0, 0.0, 80.0])
+def test_65536_tokens_match_the_oracle(logits):
+    # Decays of 1 - 1e-13, 1 - 1e-8, about 1/2, and 0 in float32.
+    kind, rng, num_tokens = KINDS["kda"], np.random.default_rng(4), 65536
+    pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=3)
+    gate, tokens = kind.gate(rng), draw_tokens(kind, rng, num_tokens)
+    tokens["gate_logits"][...] = logits
+    start = rng.standard_normal(pool.view.shape)
+    after, out = kind.prefill(
+        pool.put({1: start}),
+        pool.view,
+        DeltaTokens(**{name: jnp.asarray(x) for name, x in tokens.items()}),
+        gate,
+        jnp.asarray([0, num_tokens], jnp.int32),
+        pool.slots([1], [False]),
+        max_query_len=num_tokens,
+        implementation="triton",
+    )
+    truth, last = kind.expected(tokens, gate, start)
+    # What a token leaves is overwritten once some hundred keys have come after it.
+    check(out, truth, 1024, head_axis=1)
+    check(pool.get(after, 1), last, 1024, head_axis=0)
+
+
+@pytest.mark.gpu
+@by_kind
+def test_slots_far_beyond_2_to_the_31_elements(kind):
+    kind, rng, num_tokens = KINDS[kind], np.random.default_rng(5), 130
+    kind = dataclasses.replace(kind, H=32, I=32 if kind.is_kda else 16, K=128, V=128)
+    layout = unified_layout([kind.spec("float32")], pool_bytes=20 << 30)
+    sub, view = (
+        layout.sub_pool("state"),
+        layout.part_view("state", layer=1, part="recurrent"),
+    )
+    tokens = DeltaTokens(
+        **jax.tree.map(jnp.asarray, draw_tokens(kind, rng, num_tokens))
+    )
+    buffers = tuple(
+        jnp.zeros(buffer.shape, buffer.dtype) for buffer in pool_struct(layout).buffers
+    )
+    step = jax.jit(
+        kind.prefill.__wrapped__,
+        static_argnames=("view", "max_query_len", "implementation"),
+        donate_argnums=0,
+    )
+    gate, outs = kind.gate(rng), []
+    for pages in ([1, 2], [sub.num_pages - 1, sub.num_pages - 2]):
+        ids = np.asarray(pages, np.int32) * sub.blocks_per_page
+        slots = StateSlots(
+            slots=KernelBlocks(jnp.asarray(ids), "state"), is_fresh=jnp.zeros(2, bool)
+        )
+        for _ in range(2):
+            buffers, out = step(
+                buffers,
+                view,
+                tokens,
+                gate,
+                jnp.asarray([0, 100, num_tokens], jnp.int32),
+                slots,
+                max_query_len=100,
+                implementation="triton",
+            )
+        outs.append(np.asarray(out))
+    assert np.all(np.isfinite(outs[0]))
+    assert np.any(outs[0])
+    np.testing.assert_array_equal(*outs)
 
 
 @requires_h200_compiler

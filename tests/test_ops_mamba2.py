@@ -22,7 +22,7 @@ from ukv.ops import Mamba2Parameters, Mamba2Tokens, StateSlots, mamba2_decode
 from ukv.pool import pool_struct
 from ukv.spec import mamba2_state_spec
 
-HEADS, GROUPS, HEAD_DIM, STATE_DIM = 4, 2, 32, 64
+HEADS, GROUPS, HEAD_DIM, STATE_DIM = 4, 2, 64, 128
 CASES = [
     ("high", "float32", "float32"),
     ("float", "float32", "bfloat16"),
@@ -234,7 +234,7 @@ def test_wrong_use_is_refused():
     with pytest.raises(UnsupportedError, match="'triton' runs on gpu, not on cpu"):
         run(pool, parameters, buffers, tokens, [1], [True], "triton")
     short = tokens | {"x": tokens["x"][..., :16]}
-    with pytest.raises(ValueError, match=r"state_dim\] = \(4, 16, 64\)"):
+    with pytest.raises(ValueError, match=r"state_dim\] = \(4, 16, 128\)"):
         run(pool, parameters, buffers, short, [1], [True])
     ids = KernelBlocks(jnp.zeros(1, jnp.int32), "other")
     other = StateSlots(slots=ids, is_fresh=jnp.ones(1, bool))

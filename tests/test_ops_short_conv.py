@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from tests.comparison import assert_matches
+from tests.gpu_compile import requires_h200_compiler
 from tests.oracles import short_conv as oracle
 from tests.state_pools import StatePool, round_to
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    interpreted_launch,
+)
 from ukv.errors import IdSpaceError, UnsupportedError
 from ukv.ids import KernelBlocks, PhysicalPages
+from ukv.implementation import Target
 from ukv.ops import ShortConv, short_conv_decode, short_conv_prefill
 from ukv.spec import gdn_state_spec, kda_state_spec
 
@@ -24,8 +31,27 @@ CASES = [
 ]
 IDS = ["high-f32-W4-silu", "static-bf16-W4-silu-bias", "float-bf16-f32-W3-bias"]
 
-prefill = jax.jit(short_conv_prefill, static_argnames="view")
+prefill = jax.jit(short_conv_prefill, static_argnames=("view", "implementation"))
 decode = jax.jit(short_conv_decode, static_argnames="view")
+by_implementation = pytest.mark.parametrize(
+    "implementation",
+    ["xla", pytest.param("triton", marks=(pytest.mark.gpu, pytest.mark.triton))],
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Triton's interpreter in the place of a card."""
+    if IS_INTERPRETING:
+        h200 = Target(platform="gpu", capability=90)
+        monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
+        monkeypatch.setattr("pallas_kernels.short_conv.launch", interpreted_launch)
+
+
+@pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
+@requires_h200_compiler
+def test_the_kernel_passes_in_the_interpreter():
+    assert_passes_in_the_interpreter(__file__)
 
 
 def make_pool(placement="high", storage="float32", conv_width=4) -> StatePool:
@@ -76,7 +102,10 @@ def draw_windows(pool: StatePool, rng, slots):
 @pytest.mark.parametrize(
     ("placement", "storage", "dtype", "width", "silu", "bias"), CASES, ids=IDS
 )
-def test_packed_rows_match_the_oracle(placement, storage, dtype, width, silu, bias):
+@by_implementation
+def test_packed_rows_match_the_oracle(
+    placement, storage, dtype, width, silu, bias, implementation
+):
     rng = np.random.default_rng(0)
     pool, conv = make_pool(placement, storage, width), make_conv(rng, width, silu, bias)
     lens = [1, 2, 0, 65, 3, 4, 130, 5]
@@ -100,6 +129,7 @@ def test_packed_rows_match_the_oracle(placement, storage, dtype, width, silu, bi
         conv,
         jnp.asarray(cu, jnp.int32),
         pool.slots(slots, is_fresh, checkpoints, checkpoint_lens),
+        implementation=implementation,
     )
     for row, (slot, fresh) in enumerate(zip(slots[:-1], is_fresh, strict=False)):
         tokens = x[cu[row] : cu[row + 1]]
@@ -151,7 +181,8 @@ def test_decode_matches_the_oracle(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_splits_and_single_tokens_equal_the_whole(dtype):
+@by_implementation
+def test_random_splits_and_single_tokens_equal_the_whole(dtype, implementation):
     rng = np.random.default_rng(2)
     pool, conv = make_pool("high", dtype), make_conv(rng)
     num_tokens = 40
@@ -173,6 +204,7 @@ def test_random_splits_and_single_tokens_equal_the_whole(dtype):
                 conv,
                 jnp.asarray([0, cut - done], jnp.int32),
                 pool.slots([slot], [done == 0]),
+                implementation=implementation,
             )
             y.append(np.asarray(out)[: cut - done])
             previous, done = slot, cut

@@ -5,6 +5,8 @@ so this needs a process of its own that has ``TRITON_INTERPRET=1`` from the star
 """
 
 import os
+import subprocess
+import sys
 import types
 
 import jax
@@ -16,6 +18,23 @@ from triton.runtime import interpreter
 
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
+
+def assert_passes_in_the_interpreter(path: str) -> None:
+    """Runs the tests of a file that are marked `triton`, in the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "triton", path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
 _TYPE_NAMES = {
     "bfloat16": "bf16",
     "float32": "fp32",
@@ -24,6 +43,7 @@ _TYPE_NAMES = {
     "float8_e5m2": "fp8e5",
     "int32": "i32",
     "uint32": "u32",
+    "bool": "i1",
 }
 
 
@@ -72,8 +92,17 @@ class _Builder(interpreter.InterpreterBuilder):
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         a, b = (self._floats(x) for x in (a, b))
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+
+    def create_inline_asm(self, asm, constraints, values, dtype, is_pure, pack):
+        del constraints, dtype, is_pure, pack
+        if asm.startswith("lg2.approx"):
+            (x,) = values
+            with np.errstate(divide="ignore"):
+                result = interpreter.TensorHandle(np.log2(x.data), tl.float32)
+            return types.SimpleNamespace(get_result=lambda _: result)
+        raise NotImplementedError(f"the interpreter has no {asm}")
 
     def _floats(self, x):
         data = x.data
@@ -95,10 +124,16 @@ def interpreted_launch(
     aliases=None,
     num_warps=None,
     num_stages=None,
+    cluster_size=1,
     **constants,
 ):
-    """Stand-in for ``pallas_kernels.triton_launch.launch``, also under ``jax.jit``."""
+    """Stand-in for ``pallas_kernels.triton_launch.launch``, also under ``jax.jit``.
+
+    Programs run one after the other, so those of a cluster cannot meet.
+    """
     del num_warps, num_stages
+    if cluster_size > 1:
+        raise NotImplementedError(f"a cluster of {cluster_size} in the interpreter")
     aliases = {} if aliases is None else aliases
 
     def run(*arrays):

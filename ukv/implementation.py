@@ -233,9 +233,13 @@ _STEP = (
     ),
     _STATE_REFERENCE,
 )
-# Four of the card's first tests of it failed (keys that repeat; strong decay), so it
-# waits for a run in which all pass.
 _CHUNKS = (
+    dataclasses.replace(
+        _STATE_KERNEL,
+        max_capability=90,
+        compute_dtypes=("bfloat16",),
+        widths=((64, 64), (128, 128)),
+    ),
     dataclasses.replace(
         _STATE_KERNEL,
         by_default=False,
@@ -244,7 +248,6 @@ _CHUNKS = (
     ),
     _STATE_REFERENCE,
 )
-
 # Best first. A kernel adds its line above the reference.
 SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "copy_pages": (
@@ -297,7 +300,21 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
         _STATE_REFERENCE,
     ),
     "short_conv_decode": (_STATE_REFERENCE,),
-    "short_conv_prefill": (_STATE_REFERENCE,),
+    "short_conv_prefill": (
+        *(
+            dataclasses.replace(
+                _STATE_KERNEL,
+                max_capability=90,
+                storage_dtypes=(dtype,),
+                compute_dtypes=(dtype,),
+            )
+            for dtype in ("bfloat16", "float32")
+        ),
+        dataclasses.replace(
+            _STATE_KERNEL, by_default=False, compute_dtypes=QUERY_DTYPES
+        ),
+        _STATE_REFERENCE,
+    ),
 }
 
 

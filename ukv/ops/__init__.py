@@ -7,6 +7,8 @@ from ukv.implementation import Support as Support
 from ukv.implementation import Target as Target
 from ukv.implementation import default_target as default_target
 from ukv.implementation import resolve as resolve
+from ukv.ops.delta_prefill_step import gdn_prefill_step as gdn_prefill_step
+from ukv.ops.delta_prefill_step import kda_prefill_step as kda_prefill_step
 from ukv.ops.delta_rule import CHUNK_SIZE as CHUNK_SIZE
 from ukv.ops.delta_rule import chunked_delta_rule as chunked_delta_rule
 from ukv.ops.delta_rule import normalize_qk as normalize_qk

@@ -14,12 +14,12 @@ from jaxtyping import Array, Float
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.delta_kernels import place_of, slot_ids
 from ukv.ops.delta_states import DeltaTokens
 from ukv.ops.gdn import GdnGate, gdn_decode
 from ukv.ops.gpu_kernels import triton_kernels
 from ukv.ops.kda import KdaGate, kda_decode, require_bound
 from ukv.ops.short_conv import ShortConv, require_window, short_conv_decode
+from ukv.ops.state_places import place_of, slot_ids
 from ukv.ops.state_slots import StateSlots
 from ukv.pytree import Leaf
 
@@ -38,14 +38,16 @@ class DeltaViews:
 
 
 class ProjectedTokens(flax.struct.PyTreeNode):
-    """What a layer's projections give for each new token of a decode batch.
+    """What a layer's projections give for each new token.
+
+    ``*tokens`` is ``[rows, query_len]`` in a decode and ``[tokens]`` (packed rows) in
+    a prefill.
 
     Attributes:
-      qkv: ``[rows, query_len, channels]``: raw inputs of the convolution, all heads of
-        q, then of k, then of v; its dtype is that of the output.
-      gate_logits: KDA ``[rows, query_len, heads, key_dim]``, GDN
-        ``[rows, query_len, heads]``.
-      beta_logits: ``[rows, query_len, heads]``, before the sigmoid.
+      qkv: ``[*tokens, channels]``: raw inputs of the convolution, all heads of q, then
+        of k, then of v; its dtype is that of the output.
+      gate_logits: KDA ``[*tokens, heads, key_dim]``, GDN ``[*tokens, heads]``.
+      beta_logits: ``[*tokens, heads]``, before the sigmoid.
     """
 
     qkv: Leaf
@@ -123,16 +125,17 @@ def gdn_decode_step(
     )
 
 
-def _decode_step(
-    op: str,
-    buffers: Buffers,
+def case_of_step(
     views: DeltaViews,
     tokens: ProjectedTokens,
     conv: ShortConv,
     gate: KdaGate | GdnGate,
-    slots: StateSlots,
-    implementation: Implementation | None,
-) -> tuple[Buffers, Float[Array, "rows query_len heads value_dim"]]:
+) -> tuple[OpCase, int]:
+    """Return the facts of a step that decide who can run it, and its key heads.
+
+    Raises:
+      ValueError: Shapes disagree.
+    """
     view = views.recurrent
     heads, value_dim, key_dim = view.shape
     channels = tokens.qkv.shape[-1]
@@ -152,6 +155,20 @@ def _decode_step(
         compute_dtype=tokens.qkv.dtype.name,
         widths=(key_dim, value_dim, conv.weight.shape[1]),
     )
+    return case, key_heads
+
+
+def _decode_step(
+    op: str,
+    buffers: Buffers,
+    views: DeltaViews,
+    tokens: ProjectedTokens,
+    conv: ShortConv,
+    gate: KdaGate | GdnGate,
+    slots: StateSlots,
+    implementation: Implementation | None,
+) -> tuple[Buffers, Float[Array, "rows query_len heads value_dim"]]:
+    case, key_heads = case_of_step(views, tokens, conv, gate)
     if resolve(op, implementation, case) == "triton":
         return _decode_step_triton(
             buffers, views, tokens, conv, gate, slots, key_heads=key_heads
@@ -159,6 +176,8 @@ def _decode_step(
     buffers, qkv = short_conv_decode(
         buffers, views.conv, tokens.qkv, conv, slots, implementation="xla"
     )
+    view = views.recurrent
+    heads, value_dim, key_dim = view.shape
     ends = [key_heads * key_dim, 2 * key_heads * key_dim]
     q, k, v = jnp.split(qkv, ends, axis=-1)
     leading = qkv.shape[:2]

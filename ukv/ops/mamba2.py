@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.delta_kernels import place_of, slot_ids
 from ukv.ops.gpu_kernels import triton_kernels
+from ukv.ops.state_places import place_of, slot_ids
 from ukv.ops.state_slots import StateSlots, present_rows, read_states, write_states
 from ukv.pytree import Leaf
 

@@ -12,6 +12,8 @@ y uses (a, b, c, x), the next window is (b, c, x).
 Sums are float32; windows keep raw inputs in the storage dtype of the pool.
 """
 
+import itertools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
+from ukv.ops.gpu_kernels import triton_kernels
+from ukv.ops.state_places import checkpoint_ids, place_of, slot_ids
 from ukv.ops.state_slots import (
     StateSlots,
     present_rows,
@@ -66,7 +70,7 @@ def _require_case(
     x: Array,
     conv: ShortConv,
     implementation: Implementation | None,
-) -> None:
+) -> Implementation:
     require_window(view, x.shape[-1], conv)
     channels, conv_width = conv.weight.shape
     case = OpCase(
@@ -75,7 +79,7 @@ def _require_case(
         compute_dtype=x.dtype.name,
         widths=(conv_width, channels),
     )
-    resolve(op, implementation, case)
+    return resolve(op, implementation, case)
 
 
 def combine_taps(
@@ -133,6 +137,34 @@ def short_conv_decode(
     return write_states(buffers, view, slots, inputs[:, query_len:]), out
 
 
+def _prefill_triton(
+    buffers: Buffers,
+    view: PartView,
+    x: Float[Array, "tokens channels"],
+    conv: ShortConv,
+    cu_query_lens: Int32[Array, " bounds"],
+    slots: StateSlots,
+    widths: tuple[int, ...],
+) -> tuple[Buffers, list[Array]]:
+    query_lens_of(view, slots, cu_query_lens)
+    written = list(buffers)
+    kernels = triton_kernels("short_conv")
+    written[view.buffer_index], outputs = kernels.short_conv_prefill(
+        buffers[view.buffer_index],
+        x,
+        conv.weight,
+        conv.bias,
+        cu_query_lens,
+        slot_ids(view, slots.slots, "slots"),
+        slots.is_fresh,
+        checkpoint_ids(view, slots),
+        window=place_of(view),
+        is_silu=conv.is_silu,
+        widths=widths,
+    )
+    return tuple(written), outputs
+
+
 def short_conv_prefill(
     buffers: Buffers,
     view: PartView,
@@ -163,7 +195,57 @@ def short_conv_prefill(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    _require_case("short_conv_prefill", view, x, conv, implementation)
+    buffers, (out,) = short_conv_prefill_parts(
+        buffers,
+        view,
+        x,
+        conv,
+        cu_query_lens,
+        slots,
+        widths=(x.shape[1],),
+        implementation=implementation,
+    )
+    return buffers, out
+
+
+def short_conv_prefill_parts(
+    buffers: Buffers,
+    view: PartView,
+    x: Float[Array, "tokens channels"],
+    conv: ShortConv,
+    cu_query_lens: Int32[Array, " bounds"],
+    slots: StateSlots,
+    *,
+    widths: tuple[int, ...],
+    implementation: Implementation | None = None,
+) -> tuple[Buffers, list[Array]]:
+    """Do what ``short_conv_prefill`` does; the channels come as arrays of their own.
+
+    A kernel writes them apart, which saves a copy to those who need them apart.
+
+    Args:
+      buffers: All buffers of the pool.
+      view: Part ``conv`` of the layer, ``[conv_width - 1, channels]``.
+      x: Raw inputs, the rows one after the other.
+      conv: Parameters of the layer.
+      cu_query_lens: Exclusive prefix sum of the query lengths, one more than rows.
+      slots: Whose windows, and which checkpoints to write.
+      widths: Channels of each result, up to three that add up to all.
+      implementation: None for the default device's best.
+
+    Returns:
+      The buffers and the results, ``[tokens, width]``, as ``short_conv_prefill``.
+
+    Raises:
+      IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
+      ValueError: Shapes disagree.
+      UnsupportedError: ``implementation`` cannot do this.
+    """
+    chosen = _require_case("short_conv_prefill", view, x, conv, implementation)
+    if sum(widths) != x.shape[1]:
+        raise ValueError(f"{widths=} must add up to the {x.shape[1]} channels of x")
+    if chosen == "triton":
+        return _prefill_triton(buffers, view, x, conv, cu_query_lens, slots, widths)
     num_past, num_tokens = view.shape[0], x.shape[0]
     starts = cu_query_lens[:-1]
     lens = query_lens_of(view, slots, cu_query_lens)
@@ -199,4 +281,5 @@ def short_conv_prefill(
     buffers = write_states_and_checkpoints(
         buffers, view, slots, lens, last, checkpoints
     )
-    return buffers, out
+    ends = list(itertools.accumulate(widths))[:-1]
+    return buffers, jnp.split(out, ends, axis=1)
