@@ -41,8 +41,20 @@ from ukv.implementation import Implementation
 LEAST_GAIN = 0.02
 """A configuration must be faster by this share, or the default stays."""
 
-NOT_IN_KEY = ("batch", "context", "tokens", "rows")
+NOT_IN_KEY = (
+    "batch",
+    "context",
+    "tokens",
+    "rows",
+    "decode_rows",
+    "decode_context",
+)
 """Shape keys that do not change the kernel; the batch is kept beside the key."""
+
+
+def key_of(case: BenchCase) -> dict[str, Any]:
+    """Return the key of a case in the table, the one that its op asks for."""
+    return {k: v for k, v in case.shape.items() if k not in NOT_IN_KEY}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +106,7 @@ def tune(candidates: Candidates, facts: dict) -> dict[str, Any] | None:
     return {
         "op": case.op,
         "implementation": implementation,
-        "key": {k: v for k, v in case.shape.items() if k not in NOT_IN_KEY},
+        "key": key_of(case),
         "batch": case.shape.get("batch", case.shape.get("rows", 1)),
         "config": dataclasses.asdict(config),
         "evidence": {

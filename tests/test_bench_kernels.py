@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuning
-from scripts import tune_kernels
+from scripts import benchmark_table, tune_kernels
 from scripts.benchmarking import Result
 from scripts.kernel_benches import roofline
 from scripts.kernel_benches.case import (
@@ -33,7 +33,7 @@ from scripts.kernel_benches.comparison import (
 from scripts.kernel_benches.precompile import Job, compiled_programs, pack_programs
 from scripts.kernel_benches.random_words import random_words
 from scripts.kernel_benches.registry import all_cases, select
-from ukv.implementation import SUPPORT
+from ukv.implementation import SUPPORT, Target
 
 CASES = all_cases()
 
@@ -78,6 +78,7 @@ def test_small_case_is_right_and_timed(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [(c, name) for c in CASES for name in c.implementations if not c.small],
@@ -173,6 +174,19 @@ def test_table_has_peer_and_target():
     assert as_markdown(table).splitlines()[1].count("---") == len(table[0])
 
 
+def test_a_record_is_printed_as_markdown(monkeypatch, capsys):
+    records = benchmark_records()
+    arguments = ["table", str(records / "gqa_h200.json"), "--op", "gqa_decode"]
+    for name in ("peers_h200.json", "targets_h200.json"):
+        arguments += ["--against", str(records / name)]
+    monkeypatch.setattr("sys.argv", [*arguments, "--with-target"])
+    benchmark_table.main()
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    assert header.startswith("| op | shape |")
+    assert lines
+    assert all("<= " in line or ">= " in line for line in lines)
+
+
 @pytest.mark.parametrize("name", ["peers_h200.json", "targets_h200.json"])
 def test_recorded_peers_and_targets_belong_to_cases(name):
     lines = read_lines(benchmark_records() / name)
@@ -247,6 +261,22 @@ def test_tuning_keeps_the_faster_configuration_with_its_evidence(tmp_path, monke
         "mla_decode", "xla", key={"heads": 4}, batch=9, device_kind="Card 1"
     )
     assert found == {"width": 3}
+
+
+@pytest.mark.parametrize("op", ["gqa_decode", "mla_decode"])
+def test_the_key_of_a_case_is_what_its_kernel_asks_for(op, monkeypatch):
+    h200 = Target(platform="gpu", capability=90)
+    monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
+    asked = []
+    monkeypatch.setattr(
+        f"pallas_kernels.{op}_triton.tuned_config",
+        lambda *names, key, batch: asked.append((*names, key, batch)),
+    )
+    case = select(CASES, ops=[op], where={}, small=True)[0]
+    program = case.program("triton", None)
+    jax.eval_shape(program.step, jax.eval_shape(program.make))
+    wanted = op, "triton", tune_kernels.key_of(case), case.shape["batch"]
+    assert asked[0] == wanted
 
 
 def test_tuning_takes_no_wrong_configuration():

@@ -103,14 +103,8 @@ def _page_move_program(
 
 
 def _page_move(
-    sub_pool: str,
-    num_mla_layers: int,
-    moved_bytes: int,
-    pool_bytes: int,
-    *,
-    small=False,
+    sub_pool: str, layout: PoolLayout, moved_bytes: int, *, small: bool = False
 ) -> BenchCase:
-    layout = kimi_layout(num_mla_layers, pool_bytes)
     sub = layout.sub_pool(sub_pool)
     count = max(min(moved_bytes // sub.page_bytes, sub.num_pages // 2 - 1), 1)
     calls = 1 if small else -(-COLD_BYTES // (2 * count * sub.page_bytes))
@@ -258,14 +252,16 @@ def _write(
 
 def cases() -> list[BenchCase]:
     """Return moves of pages of 72 KiB, 504 KiB and 41 MiB, and writes of tokens."""
+    thin, thick = (kimi_layout(layers, 12 * GIB) for layers in (1, 7))
+    tiny = unified_layout([_write_spec("mla", 1)], pool_bytes=GIB // 1024)
     return [
-        _page_move("mla", 1, GIB, 12 * GIB),
-        _page_move("mla", 7, GIB, 12 * GIB),
-        _page_move("mla", 7, GIB // 128, 12 * GIB),
+        _page_move("mla", thin, GIB),
+        _page_move("mla", thick, GIB),
+        _page_move("mla", thick, GIB // 128),
         # Recurrent states: what compaction moves, and one checkpoint.
-        _page_move("kda", 7, GIB, 12 * GIB),
-        _page_move("kda", 7, 1, 12 * GIB),
-        _page_move("mla", 1, GIB // 64, GIB // 4, small=True),
+        _page_move("kda", thick, GIB),
+        _page_move("kda", thick, 1),
+        _page_move("mla", tiny, GIB // 4096, small=True),
         _write("kv", 256, 16),
         _write("mla", 256, 56),
         _write("kv", 32768, 1),
