@@ -1,17 +1,24 @@
-"""The ops of delta rule layers on their Triton kernels."""
+"""Prefill of a delta rule layer on what runs it: Triton kernels, or XLA."""
 
 from jaxtyping import Array, Float, Int32
 
+from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.delta_states import DeltaTokens
+from ukv.ops.delta_states import (
+    DeltaTokens,
+    LogDecayOf,
+    prefill_states,
+    require_case,
+)
 from ukv.ops.gpu_kernels import triton_kernels
 from ukv.ops.state_places import checkpoint_ids, place_of, slot_ids
 from ukv.ops.state_slots import StateSlots, query_lens_of
 from ukv.pytree import Leaf
 
 
-def prefill_states_triton(
+def prefill_layer(
+    op: str,
     buffers: Buffers,
     view: PartView,
     tokens: DeltaTokens,
@@ -19,10 +26,38 @@ def prefill_states_triton(
     dt_bias: Leaf,
     cu_query_lens: Int32[Array, " bounds"],
     slots: StateSlots,
+    log_decay_of: LogDecayOf,
     *,
-    lower_bound: float | None = None,
+    lower_bound: float | None,
+    max_query_len: int,
+    implementation: Implementation | None,
 ) -> tuple[Buffers, Float[Array, "tokens heads value_dim"]]:
-    """Advance each row's state by its packed tokens, as ``prefill_states`` does."""
+    """Advance each row's state by its packed tokens.
+
+    Args:
+      op: ``kda_prefill`` or ``gdn_prefill``; the rest is as there.
+      buffers: All buffers of the pool.
+      view: Part ``recurrent`` of the layer.
+      tokens: The rows one after the other.
+      a_log: Of the gate, ``[heads]``.
+      dt_bias: Of the gate, ``[heads]`` or ``[heads, key_dim]``.
+      cu_query_lens: Exclusive prefix sum of the query lengths.
+      slots: Whose states, and which checkpoints to write.
+      log_decay_of: The gate, for the reference.
+      lower_bound: Of the bounded gate, for the kernels; None for the softplus gate.
+      max_query_len: No row is longer.
+      implementation: None for the default device's best.
+    """
+    if require_case(op, view, tokens, implementation) != "triton":
+        return prefill_states(
+            buffers,
+            view,
+            tokens,
+            cu_query_lens,
+            slots,
+            log_decay_of,
+            max_query_len=max_query_len,
+        )
     query_lens_of(view, slots, cu_query_lens)
     num_tokens = tokens.v.shape[0]
     written = list(buffers)

@@ -20,11 +20,10 @@ from jaxtyping import Array, Float, Float32, Int32
 from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.delta_kernels import prefill_states_triton
+from ukv.ops.delta_kernels import prefill_layer
 from ukv.ops.delta_states import (
     DeltaTokens,
     decode_states,
-    prefill_states,
     require_case,
     softplus_gate,
     to_tokens,
@@ -129,23 +128,17 @@ def gdn_prefill(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    chosen = require_case("gdn_prefill", view, tokens, implementation)
-    if chosen == "triton":
-        return prefill_states_triton(
-            buffers,
-            view,
-            tokens,
-            gate.a_log,
-            gate.dt_bias,
-            cu_query_lens,
-            slots,
-        )
-    return prefill_states(
+    return prefill_layer(
+        "gdn_prefill",
         buffers,
         view,
         tokens,
+        gate.a_log,
+        gate.dt_bias,
         cu_query_lens,
         slots,
         ft.partial(gdn_log_decay, gate=gate),
+        lower_bound=None,
         max_query_len=max_query_len,
+        implementation=implementation,
     )

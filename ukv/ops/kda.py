@@ -21,11 +21,10 @@ from jaxtyping import Array, Float, Float32, Int32
 from ukv.implementation import Implementation
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
-from ukv.ops.delta_kernels import prefill_states_triton
+from ukv.ops.delta_kernels import prefill_layer
 from ukv.ops.delta_states import (
     DeltaTokens,
     decode_states,
-    prefill_states,
     require_case,
     softplus_gate,
     to_tokens,
@@ -150,25 +149,18 @@ def kda_prefill(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    chosen = require_case("kda_prefill", view, tokens, implementation)
-    if chosen == "triton":
-        require_bound(gate)
-        return prefill_states_triton(
-            buffers,
-            view,
-            tokens,
-            gate.a_log,
-            gate.dt_bias,
-            cu_query_lens,
-            slots,
-            lower_bound=gate.lower_bound,
-        )
-    return prefill_states(
+    require_bound(gate)
+    return prefill_layer(
+        "kda_prefill",
         buffers,
         view,
         tokens,
+        gate.a_log,
+        gate.dt_bias,
         cu_query_lens,
         slots,
         ft.partial(kda_log_decay, gate=gate),
+        lower_bound=gate.lower_bound,
         max_query_len=max_query_len,
+        implementation=implementation,
     )
