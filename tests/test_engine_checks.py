@@ -22,6 +22,7 @@ def quiet():
     return tqdm(file=io.StringIO())
 
 
+@pytest.mark.usefixtures("unchecked")  # as the command runs
 def test_scenarios_40_b36_b41_b56_a_short_soak_is_clean():
     run = soak_engine.Soak(MODEL, config=CONFIG, seed=0)
     run.run(300, quiet())

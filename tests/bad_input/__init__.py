@@ -1,0 +1,1 @@
+"""Calls that must fail, by what they are wrong about."""
