@@ -34,12 +34,12 @@ from tests.random_kernels.attention import (
     expanded_rows_oracle,
     gqa_rows_oracle,
 )
+from tests.recurrent_cases import Kind
 from tests.state_pools import StatePool
 from tests.test_ops_kv_write import draw_values, kv_spec, locations_of, mla_spec
 from tests.test_ops_mamba2 import draw_tokens as draw_mamba2
 from tests.test_ops_mamba2 import make_parameters, make_pool
 from tests.test_ops_mamba2 import run as run_mamba2
-from tests.test_ops_recurrent import Kind
 from ukv import ops
 from ukv.ids import KernelBlocks
 from ukv.implementation import SUPPORT

@@ -15,8 +15,8 @@ from tests.gpu_compile import (
     pool_sized_copies,
     requires_h200_compiler,
 )
+from tests.recurrent_cases import Kind
 from tests.state_pools import StatePool, round_to
-from tests.test_ops_recurrent import Kind
 from tests.triton_interpreter import (
     IS_INTERPRETING,
     assert_passes_in_the_interpreter,

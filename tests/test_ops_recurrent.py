@@ -8,130 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.comparison import assert_matches
 from tests.gpu_compile import (
     compile_for_h200,
     pool_sized_copies,
     requires_h200_compiler,
 )
-from tests.oracles import recurrent as oracle
-from tests.state_pools import StatePool, round_to
+from tests.recurrent_cases import (
+    KINDS,
+    MAX_LEN,
+    Row,
+    draw_states,
+    poison,
+    put_on_device,
+    run_decode,
+    run_prefill,
+    take,
+    zeros,
+)
 from ukv.errors import IdSpaceError, UnsupportedError
 from ukv.ids import ABSENT_BLOCK, KernelBlocks
 from ukv.layout import PartView, unified_layout
 from ukv.ops import (
     CHECKPOINT_GRID,
     CHUNK_SIZE,
-    DeltaTokens,
-    GdnGate,
     KdaGate,
     StateSlots,
-    chunked_delta_rule,
     gdn_decode,
     gdn_prefill,
-    kda_decode,
     kda_log_decay,
-    kda_prefill,
-    recurrent_delta_rule,
 )
 from ukv.ops.state_slots import slot_rows
 from ukv.pool import pool_struct
-from ukv.spec import gdn_state_spec, kda_state_spec
 
-EPS = 1e-6
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One of the two layers, its sizes in this file, and its ops.
-
-    H value heads, I query/key heads, K and V widths of a head.
-    """
-
-    H: int
-    I: int  # noqa: E741 - the letter of the oracle's legend
-    K: int
-    V: int
-    decode: object
-    prefill: object
-
-    @property
-    def is_kda(self) -> bool:
-        return self.H == self.I
-
-    def spec(self, storage: str):
-        sizes = {"num_layers": 2, "key_dim": self.K, "value_dim": self.V}
-        sizes |= {"name": "state", "conv_width": 4, "state_dtype": storage}
-        if self.is_kda:
-            return kda_state_spec(num_heads=self.H, **sizes)
-        return gdn_state_spec(num_key_heads=self.I, num_value_heads=self.H, **sizes)
-
-    def pool(self, placement="high", storage="float32") -> StatePool:
-        spec = self.spec(storage)
-        return StatePool.create(spec, placement, part="recurrent", num_slots=13)
-
-    def gate(self, rng, lower_bound=None):
-        a_log = jnp.asarray(np.log(rng.uniform(0.5, 4.0, self.H)), jnp.float32)
-        bias = rng.standard_normal((self.H, self.K) if self.is_kda else self.H) - 2.0
-        bias = jnp.asarray(bias, jnp.float32)
-        if self.is_kda:
-            return KdaGate(a_log=a_log, dt_bias=bias, lower_bound=lower_bound)
-        return GdnGate(a_log=a_log, dt_bias=bias)
-
-    def tokens(self, rng, *shape, dtype="float32") -> dict[str, np.ndarray]:
-        gate_shape = (self.H, self.K) if self.is_kda else (self.H,)
-        shapes = {
-            "q": (self.I, self.K),
-            "k": (self.I, self.K),
-            "v": (self.H, self.V),
-            "gate_logits": gate_shape,
-            "beta_logits": (self.H,),
-        }
-        return {
-            name: round_to(rng.standard_normal((*shape, *own)), dtype)
-            for name, own in shapes.items()
-        }
-
-    def check(self, actual, truth, *, num_tokens, dtype="float32"):
-        """Behind an element are sums over the key channels and over the tokens."""
-        check(actual, truth, dtype=dtype, reduced_len=num_tokens + self.K)
-
-    def expected(self, tokens, gate, state):
-        """Outputs and state of one sequence, all in float64."""
-        q, k = (oracle.l2_normalize(x, eps=EPS) for x in (tokens["q"], tokens["k"]))
-        beta = 1 / (1 + np.exp(-np.asarray(tokens["beta_logits"], np.float64)))
-        parameters = (tokens["gate_logits"], gate.a_log, gate.dt_bias)
-        if not self.is_kda:
-            log_decay, run = oracle.gdn_log_decay(*parameters), oracle.gdn_recurrent
-        elif gate.lower_bound is None:
-            log_decay, run = oracle.kda_log_decay(*parameters), oracle.kda_recurrent
-        else:
-            log_decay = oracle.kda_log_decay_bounded(
-                *parameters, lower_bound=gate.lower_bound
-            )
-            run = oracle.kda_recurrent
-        scale = self.K**-0.5
-        return run(q, k, tokens["v"], log_decay, beta, state, scale=scale)
-
-
-KINDS = {
-    "kda": Kind(
-        H=2,
-        I=2,
-        K=24,
-        V=40,
-        decode=jax.jit(kda_decode, static_argnames="view"),
-        prefill=jax.jit(kda_prefill, static_argnames=("view", "max_query_len")),
-    ),
-    "gdn": Kind(
-        H=4,
-        I=2,
-        K=32,
-        V=16,
-        decode=jax.jit(gdn_decode, static_argnames="view"),
-        prefill=jax.jit(gdn_prefill, static_argnames=("view", "max_query_len")),
-    ),
-}
 CASES = [
     ("kda", "high", "float32", "float32"),
     ("kda", "float", "float32", "bfloat16"),
@@ -140,85 +48,6 @@ CASES = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS)
 by_case = pytest.mark.parametrize(("kind", "placement", "storage", "dtype"), CASES)
-
-
-def take(tokens, where):
-    return {name: x[where] for name, x in tokens.items()}
-
-
-def poison(tokens, where):
-    poisoned = {name: x.copy() for name, x in tokens.items()}
-    for x in poisoned.values():
-        x[where] = np.nan
-    return poisoned
-
-
-def put_on_device(tokens) -> DeltaTokens:
-    return DeltaTokens(**{name: jnp.asarray(x) for name, x in tokens.items()})
-
-
-def check(actual, truth, *, reduced_len, dtype="float32"):
-    """Outputs `[tokens, heads, width]`, states `[heads, rows, columns]`."""
-    assert_matches(actual, truth, dtype=dtype, reduced_len=reduced_len, row_axes=(0, 1))
-
-
-def draw_states(pool: StatePool, rng, slots):
-    shape, dtype = pool.view.shape, pool.view.dtype
-    return {slot: round_to(rng.standard_normal(shape), dtype) for slot in slots}
-
-
-def zeros(pool: StatePool):
-    return np.zeros(pool.view.shape)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of a packed batch; `checkpoints` are pairs of a slot and a length."""
-
-    tokens: dict[str, np.ndarray]
-    slot: int | None
-    is_fresh: bool
-    checkpoints: tuple[tuple[int | None, int], ...] = ()
-
-
-MAX_ROWS, MAX_TOKENS, MAX_LEN, MAX_CHECKPOINTS = 8, 345, 130, 4
-
-
-def run_prefill(kind, pool, gate, buffers, rows):
-    """Prefill rows; outputs by row. Every batch is padded to one shape, with NaN."""
-    lens = [len(row.tokens["v"]) for row in rows]
-    bounds = np.cumsum([0, *lens, *[0] * (MAX_ROWS - len(rows))])
-    packed = {}
-    for name, x in rows[0].tokens.items():
-        packed[name] = np.full((MAX_TOKENS, *x.shape[1:]), np.nan, x.dtype)
-        joined = np.concatenate([row.tokens[name] for row in rows])
-        packed[name][: bounds[-1]] = joined
-    slots, is_fresh = [None] * MAX_ROWS, [False] * MAX_ROWS
-    checkpoint_slots = np.full((MAX_ROWS, MAX_CHECKPOINTS), None)
-    checkpoint_lens = np.zeros((MAX_ROWS, MAX_CHECKPOINTS), int)
-    for i, row in enumerate(rows):
-        slots[i], is_fresh[i] = row.slot, row.is_fresh
-        for j, (slot, length) in enumerate(row.checkpoints):
-            checkpoint_slots[i, j], checkpoint_lens[i, j] = slot, length
-    buffers, out = kind.prefill(
-        buffers,
-        pool.view,
-        put_on_device(packed),
-        gate,
-        jnp.asarray(bounds, jnp.int32),
-        pool.slots(slots, is_fresh, checkpoint_slots, checkpoint_lens),
-        max_query_len=MAX_LEN,
-    )
-    out = np.asarray(out)
-    assert np.all(out[bounds[-1] :] == 0)
-    return buffers, [out[bounds[i] : bounds[i + 1]] for i in range(len(rows))]
-
-
-def run_decode(kind, pool, gate, buffers, tokens, slots, is_fresh):
-    buffers, out = kind.decode(
-        buffers, pool.view, put_on_device(tokens), gate, pool.slots(slots, is_fresh)
-    )
-    return buffers, np.asarray(out)
 
 
 @by_case
@@ -400,161 +229,6 @@ def test_gates_do_not_overflow():
         assert np.all(np.isfinite(slope(logits, gate.replace(lower_bound=bound))))
 
 
-# The pure forms.
-
-FORMS = {
-    "chunked": jax.jit(chunked_delta_rule, static_argnames="chunk_size"),
-    "recurrent": jax.jit(recurrent_delta_rule),
-}
-
-
-def draw_pure(rng, num_tokens, *, log_decay, heads=2, key_dim=16, value_dim=8):
-    """Inputs of one row as the pure forms take them; `log_decay` draws its own."""
-    q, k = rng.standard_normal((2, num_tokens, heads, key_dim))
-    return {
-        "q": oracle.l2_normalize(q, eps=EPS).astype(np.float32),
-        "k": oracle.l2_normalize(k, eps=EPS).astype(np.float32),
-        "v": rng.standard_normal((num_tokens, heads, value_dim)).astype(np.float32),
-        "log_decay": log_decay((num_tokens, heads, key_dim)).astype(np.float32),
-        "beta": rng.uniform(0, 1, (num_tokens, heads)).astype(np.float32),
-        "state_vk": rng.standard_normal((heads, value_dim, key_dim)).astype(np.float32),
-    }
-
-
-def run_pure(form, inputs, **kwargs):
-    num_tokens = inputs["q"].shape[0]
-    batched = {name: jnp.asarray(x[None]) for name, x in inputs.items()}
-    out, state = FORMS[form](**batched, lens=jnp.asarray([num_tokens]), **kwargs)
-    return np.asarray(out)[0], np.asarray(state)[0]
-
-
-def mixed_decay(rng, shape):
-    """Half of the channels near 1 for ever, the others near 0 in some stretches."""
-    gentle = -np.exp(rng.uniform(-18, -7, shape))
-    strong = -np.exp(rng.uniform(2, 12, shape))
-    is_strong = (np.arange(shape[0]) // 37 % 3 == 0)[:, None, None]
-    return np.where(is_strong & (np.arange(shape[-1]) % 2 == 0), strong, gentle)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_extreme_decays_over_4096_tokens(form):
-    rng = np.random.default_rng(6)
-    inputs = draw_pure(rng, 4096, log_decay=ft.partial(mixed_decay, rng))
-    truth, last = oracle.kda_recurrent(*inputs.values(), scale=1.0)
-    out, state = run_pure(form, inputs)
-    check(out, truth, reduced_len=4096)
-    check(state, last, reduced_len=4096)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("value", [-1e-9, -0.0, -88.0, -1e4, -3e38, -np.inf])
-def test_constant_decays_over_4096_tokens_stay_finite(form, value):
-    rng = np.random.default_rng(7)
-    inputs = draw_pure(rng, 4096, log_decay=lambda shape: np.full(shape, value))
-    out, state = run_pure(form, inputs)
-    assert np.all(np.isfinite(out))
-    # A strong decay leaves what the last token wrote, beta * outer(v, k).
-    if value < -80:
-        k, v, beta = inputs["k"][-1], inputs["v"][-1], inputs["beta"][-1]
-        last = np.einsum("hv,hk->hvk", (beta[:, None] * v).astype(np.float64), k)
-        check(state, last, reduced_len=1)
-    else:
-        assert np.abs(state).max() < 10
-
-
-@pytest.mark.parametrize("decay", [-1e-9, -0.5])
-def test_a_repeated_key_is_solved_exactly(decay):
-    # The triangular system is at its worst: a series in its powers reaches 1e17.
-    rng = np.random.default_rng(8)
-    inputs = draw_pure(rng, 192, log_decay=lambda shape: np.full(shape, decay))
-    inputs["k"] = np.broadcast_to(inputs["k"][:1], inputs["k"].shape).copy()
-    inputs["beta"] = np.full_like(inputs["beta"], 0.999)
-    truth, last = oracle.kda_recurrent(*inputs.values(), scale=1.0)
-    for form in FORMS:
-        out, state = run_pure(form, inputs)
-        # With one key and beta near 1 a token's output is what is left of terms a
-        # thousand times its size, so the error is measured by the head's outputs.
-        assert_matches(
-            np.asarray(out), truth, dtype="float32", reduced_len=192, row_axes=(1,)
-        )
-        check(state, last, reduced_len=192)
-
-
-@pytest.mark.parametrize("chunk_size", [16, 48])
-def test_the_chunk_size_does_not_matter(chunk_size):
-    rng = np.random.default_rng(9)
-    inputs = draw_pure(rng, 100, log_decay=lambda s: -np.exp(rng.uniform(-5, 2, s)))
-    truth, last = oracle.kda_recurrent(*inputs.values(), scale=1.0)
-    out, state = run_pure("chunked", inputs, chunk_size=chunk_size)
-    check(out, truth, reduced_len=100)
-    check(state, last, reduced_len=100)
-
-
-@pytest.mark.parametrize("decay_dim", ["key_dim", "one"])
-def test_gradients_of_the_chunked_form(decay_dim):
-    rng = np.random.default_rng(10)
-    rows, time, heads, key_dim, value_dim = 2, 75, 2, 8, 12
-    lens = jnp.asarray([75, 40], jnp.int32)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    out_weight = normal(rows, time, heads, value_dim)
-    state_weight = normal(rows, heads, value_dim, key_dim)
-
-    def loss(form, *inputs):
-        out, state = form(*inputs, lens)
-        return jnp.sum(out * out_weight) + jnp.sum(state * state_weight)
-
-    slopes = {
-        name: jax.jit(jax.grad(ft.partial(loss, form), argnums=range(6)))
-        for name, form in FORMS.items()
-    }
-    shape = (rows, time, heads, key_dim if decay_dim == "key_dim" else 1)
-    unit = [normal(rows, time, heads, key_dim) for _ in range(2)]
-    unit = [x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in unit]
-    # From mild decays to those that reach 0 and 1.
-    for low, high in ((-4, 0), (-12, 12)):
-        inputs = (
-            *unit,
-            normal(rows, time, heads, value_dim),
-            -jnp.exp(jnp.asarray(rng.uniform(low, high, shape), jnp.float32)),
-            jax.nn.sigmoid(normal(rows, time, heads)),
-            normal(rows, heads, value_dim, key_dim),
-        )
-        chunked, recurrent = (slopes[name](*inputs) for name in FORMS)
-        for mine, plain in zip(chunked, recurrent, strict=True):
-            assert np.all(np.isfinite(mine))
-            # A row of the comparison is a sequence: some tokens have no gradient.
-            assert_matches(
-                np.asarray(mine),
-                np.asarray(plain, np.float64),
-                dtype="float32",
-                reduced_len=time,
-                row_axes=(0,),
-            )
-        for mine in chunked[:5]:
-            assert np.all(np.asarray(mine)[1, 40:] == 0)
-
-
-def test_padding_may_be_nan_and_changes_nothing():
-    rng = np.random.default_rng(11)
-    inputs = draw_pure(rng, 192, log_decay=lambda s: -rng.uniform(0, 1, s))
-    batched = {name: jnp.asarray(x[None]) for name, x in inputs.items()}
-    poisoned = {
-        name: x if name == "state_vk" else x.at[:, 50:].set(jnp.nan)
-        for name, x in batched.items()
-    }
-    for form in FORMS.values():
-        lens = jnp.asarray([50])
-        for a, b in zip(
-            form(**batched, lens=lens), form(**poisoned, lens=lens), strict=True
-        ):
-            np.testing.assert_array_equal(a, b)
-        _, state = form(**poisoned, lens=jnp.asarray([0]))
-        np.testing.assert_array_equal(state, batched["state_vk"])
-
-
 # Mutations, addresses, refusals.
 
 
@@ -706,6 +380,3 @@ def test_wrong_use_is_refused():
     bounded = KINDS["kda"].gate(rng, lower_bound=0.0)
     with pytest.raises(ValueError, match=r"lower_bound=0\.0 must be below 0"):
         kda_log_decay(jnp.zeros((2, 24)), bounded)
-    inputs = draw_pure(rng, 8, log_decay=np.zeros)
-    with pytest.raises(ValueError, match="chunk_size=8 must be a multiple of 16"):
-        run_pure("chunked", inputs, chunk_size=8)

@@ -1,7 +1,8 @@
 """Reported faults of id translation, replayed; each test bears its scenario's number.
 
-Scenarios of the allocator are in ``test_scenarios_pool``. Those about speculative
-drafts (b11, b12) and host offload gates (b6, b38) concern parts that do not exist.
+Scenarios of the allocator are in ``test_scenarios_admission`` and beside it. Those
+about speculative drafts (b11, b12) and host offload gates (b6, b38) concern parts that
+do not exist.
 """
 
 import functools as ft

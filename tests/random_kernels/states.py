@@ -9,8 +9,8 @@ from tests import test_ops_delta_prefill as prefill
 from tests import test_ops_delta_step as delta_step
 from tests import test_ops_mamba2 as mamba2
 from tests.comparison import assert_matches
+from tests.recurrent_cases import Kind
 from tests.state_pools import StatePool, round_to
-from tests.test_ops_recurrent import Kind
 from ukv.implementation import OpCase
 
 ROWS = 4
