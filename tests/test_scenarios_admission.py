@@ -17,22 +17,6 @@ import numpy as np
 import pytest
 
 from tests import tagged_pools as pools
-from tests.tagged_pools import (
-    check,
-    errors,
-    full_spec,
-    grow,
-    held,
-    latent_spec,
-    live,
-    new_pool,
-    pages,
-    physical,
-    poisoned,
-    state_spec,
-    take,
-    window_spec,
-)
 from tests.test_alloc import kda_mla, swa_full
 from tests.test_spec import kimi_latent, kimi_state
 from tests.window_requests import run_request, tiny_window_specs
@@ -59,9 +43,9 @@ def test_scenario_02_free_ids_alone_never_imply_capacity():
     # 100 units of 256 bytes; F pages of 1, M slots of 10; F holds 94.
     slot = Part(name="recurrent", shape=(640,), dtype=jnp.dtype("float32"))
     slots = StateSpec(name="state", num_layers=1, parts=(slot,))
-    state = new_pool([full_spec(), slots], 25_600)
+    state = pools.new_pool([pools.full_spec(), slots], 25_600)
     state, grant = pools.alloc(state, {"full": 94}, max_pages=94)
-    ids = held(grant.pages["full"])
+    ids = pools.held(grant.pages["full"])
     state = pools.write_tags(state, "full", ids)
     mirror = PoolMirror.read(state)
     assert mirror.free_bytes() == 6 * 256
@@ -75,15 +59,15 @@ def test_scenario_02_free_ids_alone_never_imply_capacity():
     for virtual in np.random.default_rng(0).permutation(ids)[:60]:
         if PoolMirror.read(state).can_allocate({"state": 1}):
             break
-        state = pools.free(state, pages("full", int(virtual)))
+        state = pools.free(state, pools.pages("full", int(virtual)))
         evicted.append(int(virtual))
     assert len(evicted) == 4
     before = pools.contents(state)["full"]
-    state, ids = grow(state, state=1)
+    state, ids = pools.grow(state, state=1)
     assert ids["state"] == [1]
     assert pools.contents(state)["full"] == before
     assert PoolMirror.read(state).free_bytes() == 0
-    check(state)
+    pools.check(state)
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
@@ -108,7 +92,7 @@ def test_scenario_04_sizing_loses_less_than_a_page(ratio):
 @pytest.mark.parametrize("column", [LIVE, HOLES, LO, HI])
 @pytest.mark.parametrize("name", ["state", "latent"])
 def test_scenario_06_conservation_names_the_sub_pool(name, column):
-    state, _ = take(kda_mla(), state=2, latent=3)
+    state, _ = pools.take(kda_mla(), state=2, latent=3)
     allocator.verify(state)
     index = state.layout.sub_pool(name).index
     broken = state.replace(counters=state.counters.at[index, column].add(1))
@@ -118,11 +102,13 @@ def test_scenario_06_conservation_names_the_sub_pool(name, column):
 
 def test_scenario_07_borrower_is_never_negative():
     # Room for 100 pages with both halves; windows give bytes back to F.
-    state = new_pool([full_spec(), window_spec()], 100 * 768)
+    state = pools.new_pool([pools.full_spec(), pools.window_spec()], 100 * 768)
     state, grant = pools.alloc(state, {"full": 100}, max_pages=128)
-    ids = held(grant.pages["full"])
+    ids = pools.held(grant.pages["full"])
     assert PoolMirror.read(state).free_bytes() == 0
-    state = pools.free_window(state, "window", pages("full", *ids[:90], length=128))
+    state = pools.free_window(
+        state, "window", pools.pages("full", *ids[:90], length=128)
+    )
     state, _ = pools.make_room(state, {"full": 20})
     state, grant = pools.alloc(state, {"full": 20}, max_pages=128)
     assert bool(grant.granted)
@@ -132,7 +118,7 @@ def test_scenario_07_borrower_is_never_negative():
     # 30,720 bytes are 40 pages more, to the byte.
     assert mirror.can_allocate({"full": 40})
     assert not mirror.can_allocate({"full": 41})
-    check(state)
+    pools.check(state)
 
 
 def test_scenario_08_prompt_longer_than_the_window_pool_is_admitted():
@@ -145,11 +131,11 @@ def test_scenario_08_prompt_longer_than_the_window_pool_is_admitted():
     assert max_requests(layout, shape) == 1
     # The 1,023 tokens before a chunk that starts on a page touch 64 pages.
     state, ids, peak = run_request(
-        poisoned(layout), 6_250, chunk_pages=128, window_pages=64
+        pools.poisoned(layout), 6_250, chunk_pages=128, window_pages=64
     )
     assert len(ids) == 6_250
     assert peak == 192
-    assert errors(state) == {}
+    assert pools.errors(state) == {}
 
 
 @jax.jit
@@ -183,10 +169,10 @@ def test_scenario_10_can_allocate_is_what_allocate_does():
         state, _ = pools.alloc(state, {"full": int(rng.integers(0, 8))})
         found = pools.held_pages(state)
         slid = [i for i in found["window"] if rng.random() < 0.2][:16]
-        state = pools.free_window(state, "window", pages("full", *slid))
+        state = pools.free_window(state, "window", pools.pages("full", *slid))
         gone = [i for i in found["full"] if rng.random() < 0.2][:16]
-        state = pools.free(state, pages("full", *gone))
-    check(state)
+        state = pools.free(state, pools.pages("full", *gone))
+    pools.check(state)
 
 
 def test_scenario_12_gpt_oss_window_counts_once():
@@ -237,11 +223,11 @@ def test_scenario_12_capacity_is_the_peak_of_the_allocator(
     # The worst case of the closed form starts inside a page: one page more.
     assert pages_of_request(window, request) == needs["window"] + 1
     state, _, peak = run_request(
-        poisoned(layout), 256, chunk_pages=16, window_pages=window_pages
+        pools.poisoned(layout), 256, chunk_pages=16, window_pages=window_pages
     )
     assert peak == needs["window"]
-    assert live(state, "full") == 256
-    assert errors(state) == {}
+    assert pools.live(state, "full") == 256
+    assert pools.errors(state) == {}
 
 
 def test_scenario_13_tokens_depend_on_full_layers_only():
@@ -249,7 +235,7 @@ def test_scenario_13_tokens_depend_on_full_layers_only():
     full, window = tiny_window_specs(
         full_layers=10, window_layers=50, window_size=1_024, page_size=16
     )
-    specs = [full, window, state_spec(slot_bytes=76_800)]
+    specs = [full, window, pools.state_spec(slot_bytes=76_800)]
     layout = unified_layout(specs, pool_bytes=256 * 2**20)
     full_page, window_page = 10 * 16 * 32, 50 * 16 * 32
     for num_requests in (1, 16):
@@ -265,7 +251,7 @@ def test_scenario_14_window_bytes_are_counted_once():
     full = AttentionSpec(
         name="full", num_layers=3, page_size=4, num_kv_heads=4, head_dim=8
     )
-    specs = [full, window_spec(num_layers=5, head_dim=8)]
+    specs = [full, pools.window_spec(num_layers=5, head_dim=8)]
     layout = unified_layout(specs, pool_bytes=2**17)
     page = 3 * 4 * 4 * 32 + 5 * 4 * 32
     count = layout.pool_bytes // page
@@ -276,25 +262,27 @@ def test_scenario_14_window_bytes_are_counted_once():
 
 
 def test_scenario_16_window_table_spans_the_ids_of_its_owner():
-    specs = [full_spec(page_size=1), window_spec(page_size=1)]
+    specs = [pools.full_spec(page_size=1), pools.window_spec(page_size=1)]
     layout = static_layout(specs, num_pages={"full": 4_095, "window": 512})
-    state = poisoned(layout)
+    state = pools.poisoned(layout)
     assert state.tables[1].v2p.shape == (4_096,)
     seen = []
     for _ in range(8):
         count = min(512, 4_095 - len(seen))
         state, grant = pools.alloc(state, {"full": count}, max_pages=512)
         assert bool(grant.granted)
-        new = held(grant.pages["full"])
-        assert all(0 <= page < 512 for page in physical(state, "window", new))
+        new = pools.held(grant.pages["full"])
+        assert all(0 <= page < 512 for page in pools.physical(state, "window", new))
         seen += new
         if len(seen) < 4_095:
-            state = pools.free_window(state, "window", pages("full", *new, length=512))
+            state = pools.free_window(
+                state, "window", pools.pages("full", *new, length=512)
+            )
     assert sorted(seen) == list(range(1, 4_096))
     # F-id 4,095 has a half, F-id 1 is a tombstone; neither reads out of range.
-    assert physical(state, "window", [4_095])[0] < 512
-    assert physical(state, "window", [1]) == [512]
-    check(state)
+    assert pools.physical(state, "window", [4_095])[0] < 512
+    assert pools.physical(state, "window", [1]) == [512]
+    pools.check(state)
 
 
 def test_scenario_17_states_are_deducted_before_tokens():
@@ -310,7 +298,7 @@ def test_scenario_17_states_are_deducted_before_tokens():
 
 
 def test_scenario_20_one_finishes_and_then_the_other():
-    layout = unified_layout([latent_spec()], pool_bytes=100 * 512)
+    layout = unified_layout([pools.latent_spec()], pool_bytes=100 * 512)
     mirror = PoolMirror.create(layout).alloc({"latent": 30}).alloc({"latent": 30})
     # A and B hold 30 each and need 30 more each: 40 are left, so one of them runs.
     assert mirror.can_allocate({"latent": 30})
@@ -322,9 +310,11 @@ def test_scenario_20_one_finishes_and_then_the_other():
 
 def test_scenario_b32_b33_feasibility_is_joint():
     # Halves of one size, 21 of them; 7 pages live, and 3 holes on either side.
-    state = new_pool([full_spec(), window_spec(num_layers=1)], 21 * 256)
-    state, _ = take(state, full=10)
-    state = pools.free(state, pages("full", 2, 5, 8))
+    state = pools.new_pool(
+        [pools.full_spec(), pools.window_spec(num_layers=1)], 21 * 256
+    )
+    state, _ = pools.take(state, full=10)
+    state = pools.free(state, pools.pages("full", 2, 5, 8))
     mirror = PoolMirror.read(state)
     # F alone has 4 and S alone has 4: three holes and the gap of one page.
     assert mirror.free_bytes() == (3 + 3 + 1) * 256
@@ -339,17 +329,21 @@ def test_scenario_b32_b33_feasibility_is_joint():
     for virtual in (1, 3, 4):
         if PoolMirror.read(state).can_allocate({"full": 4}):
             break
-        state = pools.free(state, pages("full", virtual))
+        state = pools.free(state, pools.pages("full", virtual))
         evicted += 1
     assert evicted == 1
-    state, _ = grow(allocator.clear_error(state), full=4)
-    check(state)
+    state, _ = pools.grow(allocator.clear_error(state), full=4)
+    pools.check(state)
 
 
 def test_scenario_b44_row_state_and_track_come_together_or_not_at_all():
-    specs = [state_spec("state"), latent_spec("row"), state_spec("track")]
+    specs = [
+        pools.state_spec("state"),
+        pools.latent_spec("row"),
+        pools.state_spec("track"),
+    ]
     layout = static_layout(specs, num_pages={"state": 4, "row": 8, "track": 1})
-    state, _ = take(poisoned(layout), state=1, row=2, track=1)
+    state, _ = pools.take(pools.poisoned(layout), state=1, row=2, track=1)
     before = jax.device_get((state.tables, state.counters))
     state, grant = pools.alloc(state, {"state": 1, "row": 2, "track": 1})
     assert not bool(grant.granted)
@@ -359,9 +353,9 @@ def test_scenario_b44_row_state_and_track_come_together_or_not_at_all():
         jax.device_get((state.tables, state.counters)),
     )
     # The request returns to its queue and comes again.
-    state = pools.free(allocator.clear_error(state), pages("track", 1))
-    state, _ = take(state, state=1, row=2, track=1)
-    check(state)
+    state = pools.free(allocator.clear_error(state), pools.pages("track", 1))
+    state, _ = pools.take(state, state=1, row=2, track=1)
+    pools.check(state)
 
 
 def test_scenario_b57_request_that_never_fits_is_known_at_admission():
