@@ -3,17 +3,20 @@
 import functools
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 
 from tests import test_ops_delta_prefill as prefill
 from tests import test_ops_delta_step as delta_step
 from tests import test_ops_mamba2 as mamba2
+from tests import test_ops_short_conv as short_conv
 from tests.comparison import assert_matches
 from tests.recurrent_cases import Kind
 from tests.state_pools import StatePool, round_to
 from ukv.implementation import OpCase
 
 ROWS = 4
+CONV_TOKENS = ROWS * 104 + 5
 SLOTS = 8
 """Slots of a pool that may be held; slot 0 is the null page of a static pool."""
 
@@ -255,10 +258,75 @@ def draw_mamba2(rng, implementation, max_len):
     return case, check
 
 
+def _check_conv(pool, conv, dtype, implementation, seed) -> None:
+    rng = np.random.default_rng(seed)
+    slots, is_fresh = _draw_slots(rng)
+    width = conv.weight.shape[1]
+    lens = rng.choice([0, 1, width - 1, 63, 64, 65, int(rng.integers(1, 104))], ROWS)
+    bounds = np.cumsum([0, *lens])
+    x = round_to(rng.standard_normal((CONV_TOKENS, short_conv.CHANNELS)), dtype)
+    x[bounds[-1] :] = np.nan
+    for row, slot in enumerate(slots):
+        if slot is None:
+            x[bounds[row] : bounds[row + 1]] = np.nan
+    windows = short_conv.draw_windows(pool, rng, range(1, SLOTS + 1))
+    run = functools.partial(
+        short_conv.prefill,
+        view=pool.view,
+        x=jnp.asarray(x),
+        conv=conv,
+        cu_query_lens=jnp.asarray(bounds, jnp.int32),
+        implementation=implementation,
+    )
+    before = pool.put(windows)
+    after, y = run(before, slots=pool.slots(slots, is_fresh))
+    y = np.asarray(y)
+    assert np.all(y[bounds[-1] :] == 0)
+    for row, slot in enumerate(slots):
+        part = slice(bounds[row], bounds[row + 1])
+        if slot is None:
+            assert np.all(y[part] == 0)
+            continue
+        window = np.zeros(pool.view.shape) if is_fresh[row] else windows[slot]
+        truth, last = short_conv.expected(x[part], conv, window)
+        if lens[row]:
+            short_conv.check(y[part], truth, dtype, width)
+        np.testing.assert_array_equal(
+            pool.get(after, slot), round_to(last, pool.view.dtype)
+        )
+    pool.assert_only_written(before, after, [s for s in slots if s is not None])
+    moved = _moved(slots)
+    places = [(a, b) for a, b in zip(slots, moved, strict=True) if a is not None]
+    start = pool.put({b: windows[a] for a, b in places})
+    again, y_again = run(start, slots=pool.slots(moved, is_fresh))
+    np.testing.assert_array_equal(y, np.asarray(y_again))
+    for a, b in places:
+        np.testing.assert_array_equal(pool.get(after, a), pool.get(again, b))
+
+
+def draw_conv(rng, implementation, max_len):
+    """Return a structure of a short convolution: its facts and its check."""
+    del max_len
+    storage, dtype = (str(rng.choice(["float32", "bfloat16"])) for _ in range(2))
+    width = int(rng.choice([2, 3, 4]))
+    placement = str(rng.choice(["low", "float", "high", "static"]))
+    pool = short_conv.make_pool(placement, storage, width)
+    is_silu, has_bias = (bool(rng.random() < 0.5) for _ in range(2))
+    conv = short_conv.make_conv(rng, width, is_silu, has_bias)
+    case = OpCase(
+        page_size=1,
+        storage_dtype=storage,
+        compute_dtype=dtype,
+        widths=(width, short_conv.CHANNELS),
+    )
+    return case, functools.partial(_check_conv, pool, conv, dtype, implementation)
+
+
 DRAW: dict[str, Callable] = {
     "kda_decode_step": functools.partial(draw_step, kind="kda"),
     "gdn_decode_step": functools.partial(draw_step, kind="gdn"),
     "kda_prefill": functools.partial(draw_prefill, name="kda"),
     "gdn_prefill": functools.partial(draw_prefill, name="gdn"),
     "mamba2_decode": draw_mamba2,
+    "short_conv_prefill": draw_conv,
 }
