@@ -15,10 +15,10 @@ It ends with a table and one JSON line. The exit code is 1 if a result was wrong
 
 import argparse
 import dataclasses
-import functools
+import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 import jax
@@ -27,12 +27,15 @@ from tqdm import tqdm
 from scripts import benchmarking
 from scripts.benchmarking import GIB, Result
 from scripts.kernel_benches import roofline
-from scripts.kernel_benches.case import (
-    BenchCase,
-    WrongResultError,
-    measure,
+from scripts.kernel_benches.case import Compiled, WrongResultError, measure
+from scripts.kernel_benches.comparison import (
+    TARGET,
+    Line,
+    as_text,
+    of_shape,
+    read_lines,
+    rows,
 )
-from scripts.kernel_benches.comparison import Line, as_text, read_lines, rows
 from scripts.kernel_benches.precompile import (
     Job,
     RefusedError,
@@ -78,22 +81,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=0.12, help="time to measure a case for"
     )
-    parser.add_argument("--json", type=pathlib.Path, help="write the record here")
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="write the record here, as far as it goes"
+    )
     parser.add_argument("--plot", type=pathlib.Path, help="draw the roofline here")
     parser.add_argument("--commit", help="commit to record when git is not at hand")
     return parser
 
 
-def _run(
-    jobs: list[Job], num_processes: int, seconds: float, limits: Callable[[], dict]
-) -> tuple[list[tuple[BenchCase, Result]], dict, list[str]]:
-    """Return the measured cases, the ceilings, and a line for each that could not be.
-
-    All is compiled first. Then the ceilings and the cases are measured one after the
-    other, and nothing else runs.
-    """
-    programs = compiled_programs(jobs, num_processes)
-    ceilings, measured, problems = limits(), [], []
+def _measured(
+    jobs: list[Job],
+    programs: list[Callable[[], Compiled]],
+    ceilings: dict,
+    seconds: float,
+) -> Iterator[Result | str]:
+    """Yield a result for each case, or a line that says why there is none."""
     for job, program in tqdm(
         zip(jobs, programs, strict=True), "measured", len(jobs), unit="case"
     ):
@@ -103,14 +105,24 @@ def _run(
                 job.case, job.implementation, compiled=compiled, seconds=seconds
             )
         except (WrongResultError, RefusedError) as error:
-            problems.append(str(error))
+            yield str(error)
         except jax.errors.JaxRuntimeError as error:
             # Out of memory, or a kernel that this card cannot run.
-            problems.append(f"{job}: {error}")
+            yield f"{job}: {error}"
         else:
             share = round(job.case.share(result.us, ceilings), 4)
-            measured.append((job.case, dataclasses.replace(result, of_ceiling=share)))
-    return measured, ceilings, problems
+            yield dataclasses.replace(result, of_ceiling=share)
+
+
+def _targets_first(jobs: list[Job], others: list[Line]) -> list[Job]:
+    """Return the same jobs; a run that is cut short has what matters most."""
+    return sorted(
+        jobs,
+        key=lambda job: all(
+            line.name != TARGET
+            for line in of_shape(others, job.case.op, job.case.shape)
+        ),
+    )
 
 
 def main() -> int:
@@ -149,30 +161,27 @@ def main() -> int:
     ]
     small = arguments.small
     num_processes = arguments.jobs or (1 if small else min(len(jobs), num_cores()))
-    measured, ceilings, problems = _run(
-        jobs,
-        num_processes,
-        arguments.seconds,
-        functools.partial(
-            benchmarking.ceilings,
-            num_bytes=GIB // 64 if small else 4 * GIB,
-            size=256 if small else 8192,
-        ),
-    )
+    jobs = _targets_first(jobs, others)
+    programs = compiled_programs(jobs, num_processes)
+    # The others are gone: from here on nothing else runs.
     facts = benchmarking.device_facts(arguments.commit)
-    results = [result for _, result in measured]
+    ceilings = benchmarking.ceilings(
+        num_bytes=GIB // 64 if small else 4 * GIB, size=256 if small else 8192
+    )
+    results, problems = [], []
+    for found in _measured(jobs, programs, ceilings, arguments.seconds):
+        if isinstance(found, str):
+            problems.append(found)
+            continue
+        results.append(found)
+        if arguments.json is not None:
+            benchmarking.write_record(facts, ceilings, results, arguments.json)
     mine = [Line.of_result(result) for result in results]
     others += [line for line in mine if line.name in rivals]
     print(as_text(rows([line for line in mine if line.name not in rivals], others)))
     if arguments.plot is not None:
-        roofline.draw(
-            results,
-            [case.flops / case.moved_bytes for case, _ in measured],
-            ceilings,
-            facts["device"],
-            arguments.plot,
-        )
-    benchmarking.write_record(facts, ceilings, results, arguments.json)
+        roofline.draw(mine, ceilings, facts["device"], arguments.plot)
+    print(json.dumps(benchmarking.record_of(facts, ceilings, results)))
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

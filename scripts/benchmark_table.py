@@ -8,8 +8,10 @@ A line of ``--against`` counts for every shape that has the values it names.
 """
 
 import argparse
+import json
 import pathlib
 
+from scripts.kernel_benches import roofline
 from scripts.kernel_benches.comparison import as_markdown, read_lines, rows
 
 
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument(
         "--with-target", action="store_true", help="only shapes that have a target"
     )
+    parser.add_argument("--plot", type=pathlib.Path, help="draw the roofline here")
     arguments = parser.parse_args()
     try:
         mine = read_lines(arguments.record)
@@ -41,6 +44,9 @@ def main() -> None:
     if arguments.with_target:
         body = [row for row in body if row[-1]]
     print(as_markdown([header, *body]))
+    if arguments.plot is not None:
+        record = json.loads(arguments.record.read_text())
+        roofline.draw(mine, record["ceilings"], record["device"], arguments.plot)
 
 
 if __name__ == "__main__":

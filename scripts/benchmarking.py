@@ -121,6 +121,20 @@ def ceilings(*, num_bytes: int = 4 * GIB, size: int = 8192) -> dict:
     }
 
 
+def record_of(facts: dict, limits: dict, results: list[Result]) -> dict:
+    """Return a record."""
+    found = [dataclasses.asdict(result) for result in results]
+    return {**facts, "ceilings": limits, "results": found}
+
+
+def write_record(
+    facts: dict, limits: dict, results: list[Result], path: pathlib.Path
+) -> None:
+    """Write a record to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record_of(facts, limits, results), indent=1) + "\n")
+
+
 def finish(
     facts: dict, limits: dict, results: list[Result], path: pathlib.Path | None
 ) -> None:
@@ -133,19 +147,6 @@ def finish(
             f"{result.op:28} {result.implementation:18} {us:>10} {gbps:>8}  "
             f"{result.shape} error={result.error}\n"
         )
-    write_record(facts, limits, results, path)
-
-
-def write_record(
-    facts: dict, limits: dict, results: list[Result], path: pathlib.Path | None
-) -> None:
-    """Write the record, and print it as one JSON line."""
-    record = {
-        **facts,
-        "ceilings": limits,
-        "results": [dataclasses.asdict(result) for result in results],
-    }
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
-    sys.stdout.write(json.dumps(record) + "\n")
+        write_record(facts, limits, results, path)
+    sys.stdout.write(json.dumps(record_of(facts, limits, results)) + "\n")

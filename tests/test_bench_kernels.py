@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuning
-from scripts import benchmark_table, tune_kernels
-from scripts.benchmarking import Result
+from scripts import bench_kernels, benchmark_table, benchmarking, tune_kernels
 from scripts.kernel_benches import roofline
 from scripts.kernel_benches.case import (
     COLD_BYTES,
@@ -230,11 +229,37 @@ def benchmark_records():
     return tuning.TUNED.parents[1] / "docs" / "benchmarks"
 
 
+def test_a_run_writes_its_record_as_it_goes(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "record.json"
+    arguments = ["bench", "--small", "--op", "kv_write", "--op", "mla_decode"]
+    arguments += ["--implementation", "xla", "--seconds", "0.01", "--commit", "c"]
+    target = {"op": "mla_decode", "implementation": "target", "us": 1e6}
+    targets = tmp_path / "targets.json"
+    targets.write_text(json.dumps({"results": [target | {"shape": {"query": 3}}]}))
+    arguments += ["--json", str(path), "--against", str(targets)]
+    monkeypatch.setattr("sys.argv", arguments)
+    written, write = [], benchmarking.write_record
+    monkeypatch.setattr(
+        benchmarking,
+        "write_record",
+        lambda *given: written.append(len(given[2])) or write(*given),
+    )
+    assert bench_kernels.main() == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    record = json.loads(path.read_text())
+    assert json.loads(last) == record
+    assert written == [1, 2, 3, 4]
+    # The case with a target came first.
+    assert record["results"][0]["shape"]["query"] == 3
+    assert table[1].rstrip().endswith("<= 1e+06 us: yes")
+    assert 0 < record["results"][0]["of_ceiling"] < 1
+
+
 def test_roofline_is_drawn(tmp_path):
-    result = Result(op="a", implementation="xla", shape={}, us=1.0, tflops=2.0)
+    lines = [line("xla", us=1.0, gbps=40.0, tflops=2.0), line("triton", us=1.0)]
     path = tmp_path / "roofline.png"
     limits = {"read_gbps": 4500.0, "matmul_tflops": 700.0}
-    roofline.draw([result], [60.0], limits, "card", path)
+    roofline.draw(lines, limits, "card", path)
     assert path.stat().st_size > 1000
 
 

@@ -34,6 +34,7 @@ class Line:
       name: The library and its kernel, or ``TARGET``.
       shape: The case; of a peer or a target, what must be equal.
       us: Microseconds; of a target, at most. None if not said.
+      gbps: Gigabytes per second.
       tflops: Teraflops; of a target, at least.
       of_ceiling: Part of a ceiling; of a target, at least.
       error: Largest error against a reference.
@@ -43,6 +44,7 @@ class Line:
     name: str
     shape: Mapping[str, Any]
     us: float | None
+    gbps: float | None = None
     tflops: float | None = None
     of_ceiling: float | None = None
     error: float | None = None

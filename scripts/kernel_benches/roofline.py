@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 import matplotlib as mpl
 import numpy as np
 
-from scripts.benchmarking import Result
+from scripts.kernel_benches.comparison import Line
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 
 def draw(
-    results: Sequence[Result],
-    intensities: Sequence[float],
+    lines: Sequence[Line],
     ceilings: Mapping[str, float],
     title: str,
     path: pathlib.Path,
@@ -22,31 +21,30 @@ def draw(
     """Draw attained TFLOP/s over FLOP per byte, with both ceilings.
 
     Args:
-      results: Measured cases; those without a time are left out.
-      intensities: FLOP per byte that must move, for each result.
+      lines: Measured cases; those that move bytes only are left out.
       ceilings: ``read_gbps`` and ``matmul_tflops`` of the same run.
       title: Above the plot.
       path: Image to write; its ending chooses the format.
     """
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     points = [
-        (result, intensity)
-        for result, intensity in zip(results, intensities, strict=True)
-        if result.tflops and intensity > 0
+        (line, 1e3 * line.tflops / line.gbps)
+        for line in lines
+        if line.tflops and line.gbps
     ]
     low = min([intensity for _, intensity in points], default=0.1) / 2
     high = max([intensity for _, intensity in points], default=1e3) * 2
     x = np.geomspace(low, max(high, 1e3), 200)
     roof = np.minimum(x * ceilings["read_gbps"] / 1e3, ceilings["matmul_tflops"])
     axes.plot(x, roof, color="black", linewidth=1, label="read and matmul ceilings")
-    groups = sorted({(result.op, result.implementation) for result, _ in points})
-    for op, implementation in groups:
+    groups = sorted({(line.op, line.name) for line, _ in points})
+    for op, name in groups:
         mine = [
-            (intensity, result.tflops)
-            for result, intensity in points
-            if (result.op, result.implementation) == (op, implementation)
+            (intensity, line.tflops)
+            for line, intensity in points
+            if (line.op, line.name) == (op, name)
         ]
-        axes.scatter(*zip(*mine, strict=True), s=24, label=f"{op}, {implementation}")
+        axes.scatter(*zip(*mine, strict=True), s=24, label=f"{op}, {name}")
     axes.set(
         xscale="log",
         yscale="log",
