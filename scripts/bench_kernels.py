@@ -15,6 +15,7 @@ It ends with a table and one JSON line. The exit code is 1 if a result was wrong
 
 import argparse
 import dataclasses
+import importlib
 import json
 import pathlib
 import sys
@@ -26,7 +27,6 @@ from tqdm import tqdm
 
 from scripts import benchmarking
 from scripts.benchmarking import GIB, Result
-from scripts.kernel_benches import roofline
 from scripts.kernel_benches.case import Compiled, WrongResultError, measure
 from scripts.kernel_benches.comparison import (
     TARGET,
@@ -180,6 +180,8 @@ def main() -> int:
     others += [line for line in mine if line.name in rivals]
     print(as_text(rows([line for line in mine if line.name not in rivals], others)))
     if arguments.plot is not None:
+        # Only a plot needs matplotlib.
+        roofline = importlib.import_module("scripts.kernel_benches.roofline")
         roofline.draw(mine, ceilings, facts["device"], arguments.plot)
     print(json.dumps(benchmarking.record_of(facts, ceilings, results)))
     for problem in problems:
