@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import MlaDecodeConfig, mla_decode, plan
-from pallas_kernels.mla_decode.pages import tile_pieces
-from pallas_kernels.mla_decode.plan import TILE, Part
+from pallas_kernels.mla_decode.config import TILE
+from pallas_kernels.mla_decode.pages import tile_blocks, tile_pieces
 from pallas_kernels.paged_rows import PagedPart
 from tests.attention_cases import (
     DTYPES,
@@ -35,10 +35,21 @@ KIMI = ft.partial(
     Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16", placement="high"
 )
 WIDTH = 576
+BFLOAT16 = DTYPES["bf16"]
 
 # The plan
 
-plan_work = jax.jit(plan.plan_work, static_argnames=("num_ctas", "min_tiles"))
+jit_plan_work = jax.jit(
+    plan.plan_work, static_argnames=("page_size", "num_ctas", "min_tiles")
+)
+
+
+def plan_work(kv_lens, *, page_size=64, **statics):
+    """A plan of rows whose pages are 0, 1, 2, ..., then those of the next row."""
+    pages = -(-max(*kv_lens, page_size) // page_size)
+    table = np.arange(len(kv_lens) * pages).reshape(-1, pages)
+    operands = jnp.asarray(table, jnp.int32), jnp.asarray(kv_lens, jnp.int32)
+    return table, jit_plan_work(*operands, page_size=page_size, **statics)
 
 
 def parts_of(found_plan, num_ctas):
@@ -75,8 +86,7 @@ PLAN_LENGTHS = {
 @pytest.mark.parametrize("num_ctas", [1, 2, 7, 128])
 @pytest.mark.parametrize("min_tiles", [1, 3])
 def test_a_plan_covers_every_tile_once(lengths, num_ctas, min_tiles):
-    kv_lens = jnp.asarray(lengths, jnp.int32)
-    found_plan = plan_work(kv_lens, num_ctas=num_ctas, min_tiles=min_tiles)
+    _, found_plan = plan_work(lengths, num_ctas=num_ctas, min_tiles=min_tiles)
     parts = parts_of(found_plan, num_ctas)
     tiles = -(-np.asarray(lengths) // TILE)
     covered = [np.zeros(n, np.int64) for n in tiles]
@@ -96,7 +106,7 @@ def test_a_plan_covers_every_tile_once(lengths, num_ctas, min_tiles):
 
 
 def test_the_example_of_the_plan():
-    found_plan = plan_work(jnp.asarray([192, 0, 256]), num_ctas=2, min_tiles=1)
+    _, found_plan = plan_work([192, 0, 256], num_ctas=2, min_tiles=1)
     assert parts_of(found_plan, 2) == {
         0: (0, 0, 0, 3),
         2: (0, 2, 0, 1),
@@ -105,36 +115,39 @@ def test_the_example_of_the_plan():
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_a_plan_names_the_blocks_of_every_first_tile(page_size):
+    lengths = [300, 0, 1000, 65]
+    table, found_plan = plan_work(lengths, page_size=page_size, num_ctas=5, min_tiles=1)
+    ctas, starts = np.asarray(found_plan.ctas), np.asarray(found_plan.starts)
+    for (_, row, first, *_), blocks in zip(ctas, starts, strict=True):
+        pages = first * TILE // page_size + np.arange(max(1, TILE // page_size))
+        last = (lengths[row] - 1) // page_size
+        np.testing.assert_array_equal(blocks, table[row, np.minimum(pages, last)])
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 def test_pieces_of_a_tile_are_its_tokens(page_size):
     table = np.asarray([[9, 4, 7, 30, 2, 11, 5, 3] * 2], np.int32)
     kv_len, offset = 5 * page_size + 3, 6
     size = min(page_size, TILE)
-    zero = jnp.int32(0)
-    part = Part(
-        row=zero, first=zero, tiles=zero, kv_len=jnp.int32(kv_len), row_tiles=zero
-    )
     for tile in range(-(-kv_len // TILE)):
-        pieces = tile_pieces(
-            jnp.asarray(table),
-            part,
-            jnp.int32(tile),
-            page_size=page_size,
-            block_offset=offset,
+        number = jnp.int32(tile)
+        blocks = tile_blocks(
+            jnp.asarray(table), 0, jnp.int32(kv_len), number, page_size=page_size
         )
+        pieces = tile_pieces(blocks, number, page_size=page_size, block_offset=offset)
         first = np.asarray([int(piece) * size for piece in pieces])
         rows = (first[:, None] + np.arange(size)).reshape(-1)
         tokens = np.arange(tile * TILE, min(tile * TILE + TILE, kv_len))
-        blocks = table[0, tokens // page_size] + offset
-        expected = blocks * page_size + tokens % page_size
+        expected = (table[0, tokens // page_size] + offset) * page_size
+        expected += tokens % page_size
         np.testing.assert_array_equal(rows[: len(tokens)], expected)
         last_block = (table[0, 5] + offset) * page_size
         assert (rows[len(tokens) :] // page_size == last_block // page_size).all()
 
 
 def test_the_example_of_the_pieces():
-    part = Part(*[jnp.int32(n) for n in (0, 0, 0, 400, 0)])
-    table = jnp.asarray([[7, 40, 8, 9]], jnp.int32)
-    pieces = tile_pieces(table, part, jnp.int32(3), page_size=128, block_offset=5)
+    pieces = tile_pieces((40,), jnp.int32(3), page_size=128, block_offset=5)
     assert [int(piece) for piece in pieces] == [91]
 
 
@@ -147,6 +160,7 @@ def test_the_example_of_the_pieces():
         "page_size",
         "block_offset",
         "softmax_scale",
+        "dtype",
         "config",
         "interpret",
     ),
@@ -165,6 +179,7 @@ def run_simulated(case, data, *, interpret=True):
             case.batch["kv_lens"],
             page_size=case.page_size,
             block_offset=data.view.block_offset,
+            dtype=data.view.dtype,
             config=MlaDecodeConfig(num_ctas=3, min_tiles=1),
             interpret=interpret,
             softmax_scale=case.scale,
@@ -181,6 +196,12 @@ SIMULATED = {
     "P32-Q2-H40": KIMI(rows=((2, 140), (2, 1), (2, 0)), heads=40, page_size=32),
     "P128-static": KIMI(
         rows=((1, 257),), heads=2, page_size=128, placement="static", layer=2
+    ),
+    "P64-e4m3": KIMI(
+        rows=((1, 200), (1, 1), (1, 0), (1, 65)), heads=4, page_size=64, store="e4m3"
+    ),
+    "P16-Q2-H20-e4m3": KIMI(
+        rows=((2, 140), (2, 1), (2, 0)), heads=20, page_size=16, store="e4m3"
     ),
 }
 
@@ -244,11 +265,13 @@ def test_simulated_mutations_are_rejected():
         ({"page_size": 8}, "page_size=8 must be one of"),
         ({"page_size": 128}, "must hold whole blocks of page_size=128"),
         ({"softmax_scale": 0.0}, "softmax_scale=0.0 must be positive"),
+        ({"dtype": DTYPES["e5m2"]}, "rows must be bfloat16 or float8_e4m3fn, not"),
         ({"width": 320}, r"q must be bfloat16\[..., 576\]"),
     ],
 )
 def test_wrong_sizes_are_refused(changed, message):
-    sizes = {"page_size": 64, "softmax_scale": 1.0, "width": 576} | changed
+    sizes = {"page_size": 64, "softmax_scale": 1.0, "width": 576, "dtype": BFLOAT16}
+    sizes |= changed
     q = jnp.zeros((1, 1, 2, sizes.pop("width")), jnp.bfloat16)
     buffer, table = jnp.zeros((64, 288), jnp.uint32), jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ValueError, match=message):
@@ -274,18 +297,29 @@ POOL_ROWS = 1 << 26  # 77 GB: 3.9e10 elements
 
 @requires_h200_compiler
 @pytest.mark.parametrize(
-    ("batch", "query_len", "heads", "page_size"),
-    [(64, 1, 32, 64), (3, 4, 16, 16), (1, 1, 128, 128)],
+    ("batch", "query_len", "heads", "page_size", "dtype"),
+    [
+        (64, 1, 32, 64, "bf16"),
+        (3, 4, 16, 16, "bf16"),
+        (1, 1, 128, 128, "bf16"),
+        (2, 1, 64, 32, "e4m3"),
+    ],
 )
-def test_compiled_in_place(batch, query_len, heads, page_size):
+def test_compiled_in_place(batch, query_len, heads, page_size, dtype):
+    dtype = DTYPES[dtype]
+    words = WIDTH * dtype.itemsize // 4
     shapes = (
         jax.ShapeDtypeStruct((batch, query_len, heads, WIDTH), jnp.bfloat16),
-        jax.ShapeDtypeStruct((POOL_ROWS, WIDTH // 2), jnp.uint32),
+        jax.ShapeDtypeStruct((POOL_ROWS, words), jnp.uint32),
         jax.ShapeDtypeStruct((batch, 8), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
     decode = ft.partial(
-        mla_decode, page_size=page_size, block_offset=5, softmax_scale=0.1
+        mla_decode,
+        page_size=page_size,
+        block_offset=5,
+        softmax_scale=0.1,
+        dtype=dtype,
     )
     program = compile_for_h200(decode, *shapes)
     columns = 128 if query_len * heads == 128 else -(-query_len * heads // 32) * 32
@@ -298,7 +332,7 @@ def test_compiled_in_place(batch, query_len, heads, page_size):
 @requires_h200_compiler
 def test_layers_share_one_plan_and_one_command_buffer():
     def attend(pool, table, kv_lens, queries):
-        sizes = {"page_size": 64, "softmax_scale": 0.1}
+        sizes = {"page_size": 64, "softmax_scale": 0.1, "dtype": BFLOAT16}
         return pool, [
             mla_decode(q, pool, table, kv_lens, block_offset=layer, **sizes)
             for layer, q in enumerate(queries)
@@ -314,8 +348,11 @@ def test_layers_share_one_plan_and_one_command_buffer():
         thunks=True,
     )
     assert program.top_thunks == ["kCommandBuffer"]
-    assert program.thunk_text.count("kCustomKernel ") <= 5  # the plan, by XLA
-    assert len(re.findall(r"\d: kCustomCall ", program.thunk_text)) == 3 * 2
+    # The plan and the zeros of the semaphores, by XLA, before all layers.
+    before, *layers = re.split(r"\d: kCustomCall ", program.thunk_text)
+    assert before.count("kCustomKernel ") + before.count("kCopy ") <= 8
+    assert len(layers) == 3
+    assert not any("kCustomKernel " in text or "kCopy " in text for text in layers)
 
 
 # On a card
@@ -337,6 +374,15 @@ ON_CARD = {
     "many-rows": KIMI(
         rows=tuple((1, 37 * i % 513) for i in range(150)), heads=32, page_size=64
     ),
+    "P64-H32-e4m3": KIMI(
+        rows=((1, 5000), (1, 1), (1, 0), (1, 64), (1, 65)),
+        heads=32,
+        page_size=64,
+        store="e4m3",
+    ),
+    "P16-H40-Q2-e4m3": KIMI(
+        rows=((2, 3000), (2, 17), (2, 0)), heads=40, page_size=16, store="e4m3"
+    ),
 }
 
 
@@ -354,16 +400,18 @@ def test_on_a_card(case):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
-BLOCKS = {16: 1 << 12, 64: 1 << 10}
+NUM_BLOCKS = 1 << 10
 
 
-def run_on_card(implementation, q, buffer, table, kv_lens, *, page_size, block_offset):
+def run_on_card(
+    implementation, q, buffer, table, kv_lens, *, page_size, block_offset, dtype
+):
     operands = q, buffer, table, kv_lens
     if implementation == "mosaic_gpu":
-        place = {"page_size": page_size, "block_offset": block_offset}
+        place = {"page_size": page_size, "block_offset": block_offset, "dtype": dtype}
         return mla_decode(*operands, **place, softmax_scale=0.1)
     part = PagedPart(
-        dtype=DTYPES["bf16"],
+        dtype=dtype,
         num_heads=1,
         width=WIDTH,
         page_size=page_size,
@@ -395,30 +443,49 @@ def assert_rows(result, q, rows, kv_lens):
     )
 
 
+# 250 rows of each: 2,000 for an implementation.
+RANDOM = {
+    "P16-H32": (16, 1, 32, "bf16"),
+    "P64-Q3-H16": (64, 3, 16, "bf16"),
+    "P32-H128": (32, 1, 128, "bf16"),
+    "P128-Q2-H16": (128, 2, 16, "bf16"),
+    "P64-H7": (64, 1, 7, "bf16"),
+    "P64-H32-e4m3": (64, 1, 32, "e4m3"),
+    "P16-Q3-H16-e4m3": (16, 3, 16, "e4m3"),
+    "P128-H20-e4m3": (128, 1, 20, "e4m3"),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-@pytest.mark.parametrize(("query_len", "heads"), [(1, 32), (3, 16), (1, 128)])
-@pytest.mark.parametrize("page_size", BLOCKS)
-def test_random_batches_on_a_card(implementation, query_len, heads, page_size):
+@pytest.mark.parametrize("numbers", RANDOM.values(), ids=RANDOM.keys())
+def test_random_batches_on_a_card(implementation, numbers):
+    page_size, query_len, heads, store = numbers
     rng = np.random.default_rng(page_size + heads)
-    num_rows, num_batches, max_pages = 10, 17, 1024 // page_size
-    values = rng.standard_normal((BLOCKS[page_size] * page_size, WIDTH))
-    values = values.astype(DTYPES["bf16"])
+    num_rows, num_batches, max_pages = 10, 25, 1024 // page_size
+    values = rng.standard_normal((NUM_BLOCKS * page_size, WIDTH), np.float32)
+    values = values.astype(DTYPES[store])
     buffer = jnp.asarray(values.view(np.uint32))
     run = jax.jit(
-        ft.partial(run_on_card, implementation, page_size=page_size, block_offset=2)
+        ft.partial(
+            run_on_card,
+            implementation,
+            page_size=page_size,
+            block_offset=2,
+            dtype=DTYPES[store],
+        )
     )
     for _ in range(num_batches):
         kv_lens = rng.integers(0, 1000, num_rows) * rng.integers(0, 2, num_rows)
         kv_lens[0] = rng.integers(1, 1024)
         # Rows may share pages, as prefixes do, and a row may hold one page often.
-        table = rng.integers(0, BLOCKS[page_size] - 2, (num_rows, max_pages))
+        table = rng.integers(0, NUM_BLOCKS - 2, (num_rows, max_pages))
         table[1] = table[1, 0]
         tokens = (table + 2)[:, :, None] * page_size + np.arange(page_size)
         tokens = tokens.reshape(num_rows, -1)
         rows = [values[ids[:n]] for ids, n in zip(tokens, kv_lens, strict=True)]
         q = rng.standard_normal((num_rows, query_len, heads, WIDTH))
-        q = q.astype(DTYPES["bf16"])
+        q = q.astype(BFLOAT16)
         result = run(
             jnp.asarray(q),
             buffer,
@@ -445,13 +512,11 @@ def test_far_pages_on_a_card(implementation):
     )
     q = rng.standard_normal((1, 1, 32, WIDTH)).astype(DTYPES["bf16"])
     kv_lens = np.asarray([kv_len])
-    result = run_on_card(
-        implementation,
+    place = {"page_size": page_size, "block_offset": 7, "dtype": BFLOAT16}
+    result = jax.jit(ft.partial(run_on_card, implementation, **place))(
         jnp.asarray(q),
         buffer,
         jnp.asarray(blocks - 7, jnp.int32),
         jnp.asarray(kv_lens, jnp.int32),
-        page_size=page_size,
-        block_offset=7,
     )
     assert_rows(result, q, values, kv_lens)

@@ -182,6 +182,16 @@ _MLA_ROWS = (
         compute_dtypes=("bfloat16",),
         widths=((576, 512),),
     ),
+    Support(
+        implementation="mosaic_gpu",
+        platforms=("gpu",),
+        min_capability=90,
+        max_capability=90,
+        page_sizes=(16, 64, 128),
+        storage_dtypes=("float8_e4m3fn",),
+        compute_dtypes=("bfloat16",),
+        widths=((576, 512),),
+    ),
     # What a program holds of queries and keys takes all of its shared memory.
     Support(
         implementation="triton",

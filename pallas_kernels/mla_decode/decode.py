@@ -1,30 +1,39 @@
 """MLA decode over the pages of a pool, absorbed (Pallas Mosaic GPU, Hopper).
 
-Three steps: a plan that cuts the batch into equal pieces (XLA), the attention of the
-pieces, and the merge of rows that were cut.
+A plan cuts the batch into equal pieces (XLA, shared by the layers of a step); one
+kernel attends the pieces and merges the rows that were cut.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.mla_decode import narrow, wide
+from pallas_kernels.card import num_multiprocessors
+from pallas_kernels.mla_decode import bfloat16_rows, float8_rows, narrow, wide
 from pallas_kernels.mla_decode.config import (
     LATENT_DIM,
     NARROW_COLUMNS,
     PAGE_SIZES,
     ROW_DIM,
     WIDE_COLUMNS,
+    Call,
     MlaDecodeConfig,
 )
-from pallas_kernels.mla_decode.merge import merge
+from pallas_kernels.mla_decode.merge import merge_apart
 from pallas_kernels.mla_decode.pages import piece_size
 from pallas_kernels.mla_decode.plan import plan_work
+from pallas_kernels.mla_decode.work import Sources
 from pallas_kernels.tuning import tuned_config
+
+ROWS = {
+    np.dtype(jnp.bfloat16): bfloat16_rows,
+    np.dtype(jnp.float8_e4m3fn): float8_rows,
+}
 
 
 def mla_decode(
@@ -36,6 +45,7 @@ def mla_decode(
     page_size: int,
     block_offset: int,
     softmax_scale: float,
+    dtype: np.dtype,
     config: MlaDecodeConfig | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> tuple[
@@ -44,9 +54,17 @@ def mla_decode(
 ]:
     """Attend the same few query tokens for each row of a batch.
 
-    A token of the pool is 576 bfloat16 in a row: 512 of them are key and value, the
+    A token of the pool is 576 elements in a row: 512 of them are key and value, the
     last 64 only key. Token i of block b is row ``(b + block_offset) * page_size + i``
-    of the buffer seen as rows of 1152 bytes.
+    of the buffer seen as such rows.
+
+    Rows of float8_e4m3fn become float16, which is exact, and so do the queries, which
+    is exact but for numbers above 65504 or below 2**-14 in magnitude: a score is off by
+    at most ``2**-25 * softmax_scale`` times the sum of the magnitudes of a row. Weights
+    are rounded to float16, by ``2**-11`` of themselves or ``2**-25`` of the largest
+    (bfloat16: by ``2**-9``). So for given rows the output is no worse than that from
+    bfloat16; what it cost to write the rows as e4m3, up to ``2**-4`` of an element, is
+    not undone.
 
     The caller guarantees what would need a device read to check: that the pages of
     the first ``kv_lens`` tokens of each row are in the pool. Other table entries, and
@@ -60,6 +78,7 @@ def mla_decode(
         page_size: Tokens per page: 16, 32, 64 or 128.
         block_offset: The layer's constant, in blocks.
         softmax_scale: Factor of ``q . k``, positive.
+        dtype: Of the rows: bfloat16 or float8_e4m3fn.
         config: Tuning; None takes what was measured for the card, or else what suits
             an H200.
         interpret: Simulate the kernels on the CPU, for tests.
@@ -74,9 +93,11 @@ def mla_decode(
     num_rows, query_len, num_heads, row_dim = q.shape
     if q.dtype != jnp.bfloat16 or row_dim != ROW_DIM:
         raise ValueError(f"q must be bfloat16[..., {ROW_DIM}], not {q.dtype}{q.shape}")
+    if dtype not in ROWS:
+        raise ValueError(f"rows must be {' or '.join(map(str, ROWS))}, not {dtype}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"{page_size=} must be one of {PAGE_SIZES}")
-    if buffer.size % (page_size * ROW_DIM // 2):
+    if buffer.size % (page_size * ROW_DIM * dtype.itemsize // 4):
         raise ValueError(f"{buffer.shape=} must hold whole blocks of {page_size=}")
     if softmax_scale <= 0.0:
         raise ValueError(f"{softmax_scale=} must be positive")
@@ -88,7 +109,7 @@ def mla_decode(
             "head_dim": row_dim,
             "query": query_len,
             "page_size": page_size,
-            "dtype": q.dtype.name,
+            "dtype": dtype.name,
         }
         tuned = tuned_config("mla_decode", "mosaic_gpu", key=key, batch=num_rows)
         config = MlaDecodeConfig(**(tuned or {}))
@@ -101,13 +122,15 @@ def mla_decode(
         jnp.full((1,), block_offset, jnp.int32),
         page_size=page_size,
         softmax_scale=softmax_scale,
+        dtype=dtype,
         config=config,
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("page_size", "softmax_scale", "config", "interpret")
+    jax.jit,
+    static_argnames=("page_size", "softmax_scale", "dtype", "config", "interpret"),
 )
 def _mla_decode(
     q,
@@ -118,47 +141,54 @@ def _mla_decode(
     *,
     page_size,
     softmax_scale,
+    dtype,
     config,
     interpret,
 ):
     num_rows, query_len, num_heads, _ = q.shape
     used = query_len * num_heads
     columns = q.reshape(num_rows, used, ROW_DIM)
-    if used <= NARROW_COLUMNS:
-        kernel, groups, width = narrow, 1, NARROW_COLUMNS
-    else:
-        groups = -(-used // WIDE_COLUMNS)
-        groups += groups % 2 if groups > 1 else 0  # two are a cluster
-        kernel, width = wide, WIDE_COLUMNS
+    rows = ROWS[dtype]
+    is_wide = used > NARROW_COLUMNS and rows is bfloat16_rows
+    width = WIDE_COLUMNS if is_wide else NARROW_COLUMNS
+    groups = -(-used // width)
+    if is_wide and groups > 1:
+        groups += groups % 2  # two are a cluster
     padding = groups * width - used
     if padding:
         columns = jnp.pad(columns, ((0, 0), (0, padding), (0, 0)))
-    num_ctas = max(1, config.num_ctas // groups)
-    plan = plan_work(kv_lens, num_ctas=num_ctas, min_tiles=config.min_tiles)
-    pool = lax.bitcast_convert_type(buffer.reshape(-1, ROW_DIM // 2), jnp.bfloat16)
-    out, lse, part_out, part_lse = kernel.attend(
-        columns,
-        pool.reshape(-1, piece_size(page_size), ROW_DIM),
-        table,
-        plan,
-        block_offset,
+    call = Call(
+        num_rows=num_rows,
         query_len=query_len,
         num_heads=num_heads,
+        num_groups=groups,
+        group_columns=width,
         page_size=page_size,
         softmax_scale=softmax_scale,
-        num_ctas=num_ctas,
+        # All of them must be on the card at once: they wait for each other's parts.
+        num_ctas=max(1, min(config.num_ctas, num_multiprocessors()) // groups),
         interpret=interpret,
     )
-    out, lse = merge(
-        out,
-        lse,
-        part_out,
-        part_lse,
-        plan,
-        num_parts=-(-num_ctas // num_rows) + 1,
-        num_ctas=config.num_ctas,
-        interpret=interpret,
+    plan = plan_work(
+        table,
+        kv_lens,
+        page_size=page_size,
+        num_ctas=call.num_ctas,
+        min_tiles=config.min_tiles,
     )
+    words = ROW_DIM * dtype.itemsize // 4
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, words), rows.STORAGE_DTYPE)
+    pool = pool.reshape(-1, piece_size(page_size), rows.ROW_WIDTH)
+    sources = Sources(plan=plan, table=table, block_offset=block_offset)
+    if is_wide:
+        results = wide.attend(columns, pool, sources, call)
+    else:
+        q = rows.prepare_queries(columns)
+        results = narrow.attend(q, pool, sources, call, rows)
+    out, lse = merge_apart(results, plan, call) if interpret else results[:2]
+    if out.dtype != jnp.bfloat16:  # words of two
+        out = lax.bitcast_convert_type(out, jnp.bfloat16)
+        out = out.reshape(*out.shape[:2], LATENT_DIM)
     return (
         out[:, :used].reshape(num_rows, query_len, num_heads, LATENT_DIM),
         lse[:, :used].reshape(num_rows, query_len, num_heads),

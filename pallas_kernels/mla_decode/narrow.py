@@ -1,206 +1,174 @@
-"""MLA decode for 32 query columns: keys are the rows of the product.
+"""MLA decode for 32 query columns a CTA: keys are the rows of the product.
 
 A query column is one head of one query token. With few of them a product that has
 queries as its rows would leave most of a 64-row wgmma empty, so everything is
 transposed: a tile of 64 tokens gives the 64 rows, the columns are the queries.
 
-    S^T = K q^T      [64 tokens, 32]      warpgroup `scores`, and the softmax
+    S^T = K q^T      [64 tokens, 32]      warpgroup `scores`, and the softmax; or two
     O^T += V^T P^T   [512, 32]            warpgroup `values`, O^T in registers
     TMA                                   warpgroup `loads`
 
-A tile comes in three chunks of 192 elements of its 64 rows, through a ring of six
-chunks in shared memory: the loads run up to two tiles ahead. (More of them in flight
-were slower on an H200: 150.5 against 148 us at batch 64 x 8192.) `values` frees the
-chunks. V is the first 512 elements of K, so the last chunk is value and rope.
+A tile comes in chunks through a ring in shared memory, so that the loads run tiles
+ahead; `values` frees the chunks. What a chunk is, and how it is multiplied, depends on
+the dtype of the rows: `bfloat16_rows.py` and `float8_rows.py`, the argument `rows`.
 
 Legend: C columns, D elements of a row, E of its latent part.
 """
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.config import (
-    ACC,
-    LATENT_DIM,
     NO_MAXIMUM,
-    ROW_DIM,
     SWIZZLE,
-    SWIZZLE_FLOAT32,
+    SWIZZLE_32_BITS,
+    TILE,
+    Call,
     zeros,
 )
-from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile, tile_pieces
-from pallas_kernels.mla_decode.plan import TILE, for_each_part
-from pallas_kernels.mla_decode.softmax import (
-    LOG2E,
-    accumulate,
-    clear_tail,
-    inverse_sum,
-    log_sum_exp,
-    visible_len,
-)
+from pallas_kernels.mla_decode.merge import Results
+from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile
+from pallas_kernels.mla_decode.softmax import LOG2E, inverse_sum, log_sum_exp
+from pallas_kernels.mla_decode.words import reduce_tokens
+from pallas_kernels.mla_decode.work import Sources, work_of
 
-CHUNK = 192
-NUM_CHUNKS = ROW_DIM // CHUNK
-RING = 6
 NUM_P = 2
-# Latent elements in each chunk.
-VALUE_WIDTHS = tuple(min(CHUNK, LATENT_DIM - c * CHUNK) for c in range(NUM_CHUNKS))
-# Registers of a thread, by warpgroup; the three of them share 512.
-REGISTERS = {"scores": 160, "values": 240, "loads": 40}
+# Numbers that a reduction over the tokens of a tile needs at hand: the least, and so
+# many that it is done in one go.
+MIN_SCRATCH, SCRATCH = 256, 1024
 
 TILE_LAYOUT = plgpu.Layout.WGMMA
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 
-def attend(
-    q,
-    pool,
-    table,
-    plan,
-    block_offset,
-    *,
-    query_len: int,
-    num_heads: int,
-    page_size: int,
-    softmax_scale: float,
-    num_ctas: int,
-    interpret,
-):
-    """Attend all rows; rows of several parts are left to the merge.
+def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
+    """Attend all rows.
 
     Args:
-      q: Query columns ``[rows, C, D]``, bfloat16, 32 of them.
-      pool: Pieces ``[num_pieces, piece, D]``, bfloat16.
-      table: Block ids ``[rows, max_pages]``.
-      plan: The plan of the batch, for ``num_ctas``.
-      block_offset: The layer's constant, int32 ``[1]``.
-      query_len: Query tokens of a row.
-      num_heads: Heads of a query token; columns past all of them are padding.
-      page_size: Tokens per page.
-      softmax_scale: Factor of ``q . k``.
-      num_ctas: CTAs of the grid.
-      interpret: Parameters of the simulator, or False.
+      q: Query columns ``[rows, operands, C, D]``, as ``rows`` prepares them.
+      pool: Pieces ``[num_pieces, piece, D]``, of the storage dtype of ``rows``.
+      sources: What says where to find the tokens of rows.
+      call: What is fixed.
+      rows: The module of the dtype of the rows.
 
     Returns:
-      For rows of one part ``out [rows, C, E]`` and ``lse [rows, C]``; for the others,
-      by part id, ``[num_ctas + rows, C, E]`` float32 and ``[num_ctas + rows, C]``.
+      Outputs ``[rows, C, E]`` of the output dtype of ``rows``, and log-sum-exps. In the
+      simulator, rows of several parts are left to be merged.
     """
-    num_rows, columns, _ = q.shape
-    scale2 = softmax_scale * LOG2E
-    num_pieces = pieces_per_tile(page_size)
-    piece = piece_size(page_size)
+    interpret, columns = call.interpret, call.group_columns
+    scorers = rows.SCORERS
+    scale2 = call.softmax_scale * LOG2E
+    piece = piece_size(call.page_size)
 
     def body(
         q_ref,
         pool_ref,
-        table_ref,
-        ctas_ref,
-        rows_ref,
-        offset_ref,
-        out_ref,
-        lse_ref,
-        part_out_ref,
-        part_lse_ref,
-        q_smem,
-        ring_union,
-        p_smem,
-        decay_smem,
-        sum_smem,
-        max_smem,
-        loaded,
-        freed,
-        p_ready,
-        p_freed,
-        sums_ready,
-        sums_freed,
-        q_ready,
-        q_freed,
+        sources,
+        *refs,
     ):
-        ring_smem, stage_smems, part_stage_smems = ring_union
-        cta = lax.axis_index("cta")
+        results, refs = Results(*refs[:4]), refs[4:]
+        q_smem, ring_union, stage_smems, (p_smem, p_scratch) = refs[:4]
+        decay_smem, sum_smem, max_smem, chain_smem, scratch_smem = refs[4:9]
+        loaded, freed, p_ready, p_freed = refs[9:13]
+        sums_ready, sums_freed, q_ready, q_freed, chain_ready = refs[13:]
+        ring_smem, part_stage_smems = ring_union
         warpgroup = lax.axis_index("warpgroup")
+        work = work_of(call, sources, results, group=lax.axis_index("group"), signals=1)
 
-        my_parts = functools.partial(for_each_part, ctas_ref, rows_ref, cta)
+        def no_maximum():
+            maximum = jnp.full((columns,), NO_MAXIMUM, jnp.float32)
+            return plgpu.layout_cast(maximum, COLUMN_LAYOUT)
 
-        def slot_of(tile, chunk):
-            return lax.rem(tile * NUM_CHUNKS + chunk, RING)
+        def slots_of(tile):
+            first = tile * rows.CHUNKS
+            return tuple(lax.rem(first + c, rows.RING) for c in range(rows.CHUNKS))
 
-        def scores():
-            plgpu.set_max_registers(REGISTERS["scores"], action="decrease")
+        def over_tokens(kind, x, scratch):
+            if interpret:
+                return x.max(axis=0) if kind == "max" else x.sum(axis=0)
+            return reduce_tokens(kind, x, scratch)
+
+        def scores(me):
+            """Attend every tile, or every second one if there are two of this role."""
+            plgpu.set_max_registers(rows.REGISTERS["scores"], action="decrease")
 
             def attend_part(index, part, done):
                 plgpu.barrier_wait(q_ready)
-                column = plgpu.broadcasted_iota(
-                    jnp.int32, (TILE, columns), 1, layout=TILE_LAYOUT
-                )
-                limit = visible_len(
-                    part.kv_len, column, query_len=query_len, num_heads=num_heads
-                )
+                skipped = lax.rem(done + me, scorers)
 
-                def attend_tile(i, state):
+                def attend_tile(step, state):
                     maximum, total, zero = state
+                    i = step * scorers + skipped
                     # Always 0, which the compiler cannot know: it would hoist the
                     # descriptors of all operands out of the loop, and spill them.
                     zero = jnp.maximum(zero, i - (1 << 30))
                     tile = done + i
-
-                    def multiply(acc_ref):
-                        for c in range(NUM_CHUNKS):
-                            slot = slot_of(tile, c)
-                            plgpu.barrier_wait(loaded.at[slot])
-                            q_chunk = q_smem.at[zero, :, pl.ds(c * CHUNK, CHUNK)]
-                            plgpu.wgmma(
-                                acc_ref, ring_smem.at[slot], q_chunk.transpose((1, 0))
-                            )
-                        return acc_ref[...]
-
-                    s = pl.run_scoped(multiply, ACC((TILE, columns), jnp.float32))
-                    start = (part.first + i) * TILE
-                    token = plgpu.broadcasted_iota(
-                        jnp.int32, (TILE, columns), 0, layout=TILE_LAYOUT
+                    slots = slots_of(tile)
+                    s = rows.score(
+                        q_smem,
+                        ring_smem,
+                        slots,
+                        lambda slot: plgpu.barrier_wait(loaded.at[slot]),
+                        zero,
+                        interpret=interpret,
                     )
-                    s = jnp.where(token + start < limit, s, -jnp.inf)
-                    new_maximum = jnp.maximum(maximum, s.max(axis=0))
-                    decay = jnp.exp2((maximum - new_maximum) * scale2)
-                    shift = lax.broadcast_in_dim(new_maximum * scale2, s.shape, [1])
-                    p = jnp.exp2(s * scale2 - shift)
-                    valid = part.kv_len - start
-
-                    @pl.when(valid < TILE)
-                    def _():
-                        for c, width in enumerate(VALUE_WIDTHS):
-                            clear_tail(ring_smem.at[slot_of(tile, c)], valid, width)
-
+                    start = (part.first + i) * TILE
+                    s = work.hide(s, part, start, part.kv_len, token_axis=0)
                     p_slot = lax.rem(tile, NUM_P)
 
                     @pl.when(tile >= NUM_P)
                     def _():
                         plgpu.barrier_wait(p_freed.at[p_slot])
 
+                    tile_maximum = over_tokens("max", s, p_scratch.at[p_slot])
+                    before = maximum
+                    if scorers == 2:
+                        # The maximum goes from tile to tile.
+                        @pl.when(tile > 0)
+                        def _():
+                            plgpu.barrier_wait(chain_ready.at[1 - me])
+
+                        before = lax.cond(
+                            i == 0,
+                            no_maximum,
+                            lambda: plgpu.load(
+                                chain_smem.at[1 - me], layout=COLUMN_LAYOUT
+                            ),
+                        )
+                    new_maximum = jnp.maximum(before, tile_maximum)
+                    if scorers == 2:
+                        chain_smem.at[me][...] = new_maximum
+                        plgpu.barrier_arrive(chain_ready.at[me])
+                    shift = lax.broadcast_in_dim(new_maximum * scale2, s.shape, [1])
+                    p = jnp.exp2(s * scale2 - shift)
+                    valid = part.kv_len - start
+
+                    @pl.when(valid < TILE)
+                    def _():
+                        rows.clear_values(ring_smem, slots, valid)
+
                     p_smem.at[p_slot].transpose((1, 0))[...] = plgpu.layout_cast(
-                        p.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+                        p.astype(p_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED
                     )
+                    decay = jnp.exp2((before - new_maximum) * scale2)
                     decay_smem.at[p_slot][...] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_ready.at[p_slot])
+                    if scorers == 2:
+                        decay = jnp.exp2((maximum - new_maximum) * scale2)
                     total = total * lax.broadcast_in_dim(decay, s.shape, [1]) + p
                     return new_maximum, total, zero
 
-                no_maximum = jnp.full((columns,), NO_MAXIMUM, jnp.float32)
+                steps = lax.div(part.tiles - skipped + (scorers - 1), scorers)
                 maximum, total, _ = lax.fori_loop(
                     0,
-                    part.tiles,
+                    steps,
                     attend_tile,
-                    (
-                        plgpu.layout_cast(no_maximum, COLUMN_LAYOUT),
-                        zeros((TILE, columns), TILE_LAYOUT),
-                        ctas_ref[cta, 7],
-                    ),
+                    (no_maximum(), zeros((TILE, columns), TILE_LAYOUT), work.zero()),
                 )
                 plgpu.barrier_arrive(q_freed)
 
@@ -208,12 +176,14 @@ def attend(
                 def _():
                     plgpu.barrier_wait(sums_freed)
 
-                sum_smem[...] = total.sum(axis=0)
-                max_smem[...] = maximum
+                sum_smem.at[me][...] = over_tokens("add", total, scratch_smem.at[me])
+                max_smem.at[me][...] = maximum
                 plgpu.barrier_arrive(sums_ready)
                 return done + part.tiles
 
-            count, done = my_parts(attend_part, jnp.int32(0))
+            count, ends, done = work.for_each_part(attend_part, jnp.int32(0))
+            if me == 0:
+                work.merge(ends, 0)
             if interpret:  # the simulator wants every arrival to be waited for
 
                 @pl.when(count > 0)
@@ -222,14 +192,30 @@ def attend(
 
                 for ago in range(NUM_P, 0, -1):
 
-                    @pl.when(done >= ago)
+                    @pl.when((done >= ago) & (lax.rem(done - ago + me, scorers) == 0))
                     def _(ago=ago):
                         plgpu.barrier_wait(p_freed.at[lax.rem(done - ago, NUM_P)])
 
-        def values():
-            plgpu.set_max_registers(REGISTERS["values"], action="increase")
+                if scorers == 2:
 
-            count = ctas_ref[cta, 0]
+                    @pl.when((done > 0) & (lax.rem(done + me, scorers) == 0))
+                    def _():
+                        plgpu.barrier_wait(chain_ready.at[1 - me])
+
+        def sums_of_scorers():
+            totals, maxima = (
+                [plgpu.load(x.at[k], layout=COLUMN_LAYOUT) for k in range(scorers)]
+                for x in (sum_smem, max_smem)
+            )
+            if scorers == 1:
+                return totals[0], maxima[0]
+            maximum = jnp.maximum(*maxima)
+            decays = [jnp.exp2((x - maximum) * scale2) for x in maxima]
+            return totals[0] * decays[0] + totals[1] * decays[1], maximum
+
+        def values():
+            plgpu.set_max_registers(rows.REGISTERS["values"], action="increase")
+            count = work.num_parts()
 
             def attend_part(index, part, done):
                 def attend_tile(i, accs):
@@ -241,20 +227,14 @@ def attend(
                         acc * lax.broadcast_in_dim(decay, acc.shape, [1])
                         for acc in accs
                     )
-
-                    def multiply(acc_refs):
-                        for c, width in enumerate(VALUE_WIDTHS):
-                            v = ring_smem.at[slot_of(tile, c), :, pl.ds(0, width)]
-                            plgpu.wgmma(
-                                acc_refs[c],
-                                v.transpose((1, 0)),
-                                p_smem.at[p_slot].transpose((1, 0)),
-                            )
-                        for c in range(NUM_CHUNKS):
-                            plgpu.wgmma_wait(NUM_CHUNKS - 1 - c)
-                            plgpu.barrier_arrive(freed.at[slot_of(tile, c)])
-
-                    accs = accumulate(multiply, accs, interpret=interpret)
+                    accs = rows.add_weighted(
+                        accs,
+                        ring_smem,
+                        slots_of(tile),
+                        p_smem.at[p_slot],
+                        lambda slot: plgpu.barrier_arrive(freed.at[slot]),
+                        interpret=interpret,
+                    )
                     plgpu.barrier_arrive(p_freed.at[p_slot])
                     return accs
 
@@ -262,162 +242,179 @@ def attend(
                     0,
                     part.tiles,
                     attend_tile,
-                    tuple(zeros((w, columns), TILE_LAYOUT) for w in VALUE_WIDTHS),
+                    tuple(
+                        zeros((width, columns), TILE_LAYOUT)
+                        for _, _, width in rows.ACCUMULATORS
+                    ),
                 )
                 plgpu.barrier_wait(sums_ready)
-                total = plgpu.load(sum_smem, layout=COLUMN_LAYOUT)
-                maximum = plgpu.load(max_smem, layout=COLUMN_LAYOUT)
+                total, maximum = sums_of_scorers()
                 plgpu.barrier_arrive(sums_freed)
-                inverse = inverse_sum(total)
-                lse = log_sum_exp(maximum, total, softmax_scale)
+                inverse = inverse_sum(total) * rows.VALUE_SCALE
+                lse = log_sum_exp(maximum, total, call.softmax_scale)
                 accs = tuple(
                     acc * lax.broadcast_in_dim(inverse, acc.shape, [1]) for acc in accs
                 )
 
-                def store(to_out_ref, to_lse_ref, stage_refs):
-                    to_lse_ref[...] = lse
-                    for c, acc in enumerate(accs):
-                        width = acc.shape[0]
-                        to = to_out_ref.at[:, pl.ds(c * CHUNK, width)]
-                        acc = plgpu.layout_cast(
-                            acc.astype(to.dtype), plgpu.Layout.WGMMA_TRANSPOSED
-                        )
-                        # Rows of a few bytes make slow stores. After the last part
-                        # the ring is free, and they go through it.
-                        staged = stage_refs[c]
+                def turned(x):
+                    return plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
-                        @pl.when(is_last)
-                        def _(staged=staged, to=to, acc=acc):
-                            staged.transpose((1, 0))[...] = acc
-                            plgpu.commit_smem()
-                            plgpu.copy_smem_to_gmem(staged, to)
+                def copy_out(pieces, stages, staged_smems, to_ref):
+                    """Through shared memory: rows of a few bytes make slow stores."""
+                    for k, (first, width) in enumerate(stages):
+                        for stage, start, x in pieces:
+                            if stage == k:
+                                at = pl.ds(start, x.shape[0])
+                                to = staged_smems[k].at[:, at].transpose((1, 0))
+                                to[...] = turned(x)
+                        plgpu.commit_smem()
+                        to = to_ref.at[:, pl.ds(first, width)]
+                        plgpu.copy_smem_to_gmem(staged_smems[k], to)
 
-                        @pl.when(~is_last)
-                        def _(to=to, acc=acc):
-                            to.transpose((1, 0))[...] = acc
-
-                is_last = index == count - 1
-                is_whole = part.tiles == part.row_tiles
-
-                @pl.when(is_whole)
-                def _():
-                    store(out_ref.at[part.row], lse_ref.at[part.row], stage_smems)
-
-                @pl.when(~is_whole)
-                def _():
-                    part_id = cta + part.row
-                    store(
-                        part_out_ref.at[part_id],
-                        part_lse_ref.at[part_id],
-                        part_stage_smems,
+                pieces = [
+                    (stage, start, acc)
+                    for (stage, start, _), acc in zip(
+                        rows.ACCUMULATORS, accs, strict=True
                     )
+                ]
 
+                def store_row(to_ref, to_lse_ref):
+                    to_lse_ref[...] = lse
+                    # The row before has left.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    outputs = rows.outputs(accs, interpret=interpret)
+                    copy_out(outputs, rows.STAGES, stage_smems, to_ref)
+
+                def store_part(to_ref, to_lse_ref):
+                    to_lse_ref[...] = lse
+
+                    # The ring is free after the last part.
+                    @pl.when(index == count - 1)
+                    def _():
+                        copy_out(pieces, rows.PART_STAGES, part_stage_smems, to_ref)
+                        plgpu.wait_smem_to_gmem(0)
+
+                    @pl.when(index < count - 1)
+                    def _():
+                        for stage, start, acc in pieces:
+                            start += rows.PART_STAGES[stage][0]
+                            to = to_ref.at[:, pl.ds(start, acc.shape[0])]
+                            to.transpose((1, 0))[...] = turned(acc)
+
+                work.store(part, store_row, store_part)
                 return done + part.tiles
 
-            my_parts(attend_part, jnp.int32(0))
+            ends = work.for_each_part(attend_part, jnp.int32(0))[1]
             plgpu.wait_smem_to_gmem(0)
+            work.merge(ends, 1)
 
         def loads():
-            plgpu.set_max_registers(REGISTERS["loads"], action="decrease")
-            block_offset = offset_ref[0]
-
-            def pieces_of(part, tile):
-                return tile_pieces(
-                    table_ref,
-                    part,
-                    tile,
-                    page_size=page_size,
-                    block_offset=block_offset,
-                )
+            plgpu.set_max_registers(rows.REGISTERS["loads"], action="decrease")
 
             def attend_part(index, part, done):
-                @pl.when(index > 0)
-                def _():
-                    plgpu.barrier_wait(q_freed)
+                def load_queries():
+                    @pl.when(index > 0)
+                    def _():
+                        plgpu.barrier_wait(q_freed)
 
-                plgpu.copy_gmem_to_smem(q_ref.at[part.row], q_smem.at[0], q_ready)
+                    for k in range(q.shape[1]):
+                        plgpu.copy_gmem_to_smem(
+                            q_ref.at[part.row, k, work.columns], q_smem.at[k], q_ready
+                        )
 
                 def load_tile(i, pieces):
                     # The ids of the next tile arrive while this one is loaded.
-                    following = pieces_of(part, part.first + i + 1)
-                    for c in range(NUM_CHUNKS):
-                        slot = slot_of(done + i, c)
+                    following = work.pieces(part, part.first + i + 1)
+                    for c, slot in enumerate(slots_of(done + i)):
 
-                        @pl.when((done + i) * NUM_CHUNKS + c >= RING)
+                        @pl.when((done + i) * rows.CHUNKS + c >= rows.RING)
                         def _(slot=slot):
                             plgpu.barrier_wait(freed.at[slot])
 
                         for k, source in enumerate(pieces):
                             plgpu.copy_gmem_to_smem(
-                                pool_ref.at[source, :, pl.ds(c * CHUNK, CHUNK)],
+                                rows.chunk_of(pool_ref.at[source], c),
                                 ring_smem.at[slot, pl.ds(k * piece, piece)],
                                 loaded.at[slot],
                             )
+                    # Behind a tile, which need not wait for the part before.
+                    pl.when(i == 0)(load_queries)
                     return following
 
-                lax.fori_loop(0, part.tiles, load_tile, pieces_of(part, part.first))
+                pieces = work.first_pieces(index, part)
+                lax.fori_loop(0, part.tiles, load_tile, pieces)
                 return done + part.tiles
 
-            count, done = my_parts(attend_part, jnp.int32(0))
+            state = work.for_each_part(attend_part, jnp.int32(0))
+            count, done = state[0], state[2]
+            work.clear_empty_rows()
             if interpret:  # the simulator wants every arrival to be waited for
 
                 @pl.when(count > 0)
                 def _():
                     plgpu.barrier_wait(q_freed)
 
-                for ago in range(RING, 0, -1):
+                for ago in range(rows.RING, 0, -1):
 
-                    @pl.when(done * NUM_CHUNKS >= ago)
+                    @pl.when(done * rows.CHUNKS >= ago)
                     def _(ago=ago):
-                        chunk = done * NUM_CHUNKS - ago
-                        plgpu.barrier_wait(freed.at[lax.rem(chunk, RING)])
+                        chunk = done * rows.CHUNKS - ago
+                        plgpu.barrier_wait(freed.at[lax.rem(chunk, rows.RING)])
 
-        for index, role in enumerate((scores, values, loads)):
+        roles = [functools.partial(scores, me) for me in range(scorers)]
+        for index, role in enumerate((*roles, values, loads)):
             pl.when(warpgroup == index)(role)
 
-    num_parts = num_ctas + num_rows
     # The simulator has no unions; nothing is written as one type and read as another.
     union = (lambda *refs: refs) if interpret else plgpu.RefUnion
 
-    def stages(dtype, transforms):
+    def stage_smems(stages, dtype, transforms):
         return [
             plgpu.SMEM((columns, width), dtype, transforms=transforms)
-            for width in VALUE_WIDTHS
+            for _, width in stages
         ]
 
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, columns, LATENT_DIM), q.dtype),
-            jax.ShapeDtypeStruct((num_rows, columns), jnp.float32),
-            jax.ShapeDtypeStruct((num_parts, columns, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((num_parts, columns), jnp.float32),
-        ),
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="warpgroup",
-        kernel_name="mla_decode_narrow",
-        scratch_types=[
-            plgpu.SMEM((1, columns, ROW_DIM), jnp.bfloat16, transforms=SWIZZLE),
-            union(
-                plgpu.SMEM((RING, TILE, CHUNK), jnp.bfloat16, transforms=SWIZZLE),
-                stages(jnp.bfloat16, SWIZZLE),
-                stages(jnp.float32, SWIZZLE_FLOAT32),
-            ),
-            plgpu.SMEM((NUM_P, columns, TILE), jnp.bfloat16, transforms=SWIZZLE),
-            plgpu.SMEM((NUM_P, columns), jnp.float32),
-            plgpu.SMEM((columns,), jnp.float32),
-            plgpu.SMEM((columns,), jnp.float32),
-            plgpu.Barrier(num_barriers=RING, num_arrivals=num_pieces),
-            plgpu.Barrier(num_barriers=RING),
-            plgpu.Barrier(num_barriers=NUM_P),
-            plgpu.Barrier(num_barriers=NUM_P),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )(q, pool, table, plan.ctas, plan.rows, block_offset)
+    q_smem, ring_smem = rows.scratch()
+    p_smem = (NUM_P, columns, TILE)
+    return Results(
+        *plgpu.kernel(
+            body,
+            out_type=call.results(rows.OUTPUT_DTYPE, rows.OUTPUT_WIDTH),
+            grid=(call.num_groups, call.num_ctas),
+            grid_names=("group", "cta"),
+            num_threads=scorers + 2,
+            thread_name="warpgroup",
+            kernel_name="mla_decode_narrow",
+            scratch_types=[
+                q_smem,
+                union(
+                    ring_smem,
+                    stage_smems(rows.PART_STAGES, jnp.float32, SWIZZLE_32_BITS),
+                ),
+                stage_smems(rows.STAGES, rows.OUTPUT_DTYPE, rows.OUTPUT_SWIZZLE),
+                union(
+                    plgpu.SMEM(p_smem, rows.OPERAND_DTYPE, transforms=SWIZZLE),
+                    plgpu.SMEM((NUM_P, SCRATCH), jnp.float32),
+                ),
+                plgpu.SMEM((NUM_P, columns), jnp.float32),
+                plgpu.SMEM((scorers, columns), jnp.float32),
+                plgpu.SMEM((scorers, columns), jnp.float32),
+                plgpu.SMEM((scorers, columns), jnp.float32),
+                plgpu.SMEM((scorers, MIN_SCRATCH), jnp.float32),
+                plgpu.Barrier(
+                    num_barriers=rows.RING,
+                    num_arrivals=pieces_per_tile(call.page_size),
+                ),
+                plgpu.Barrier(num_barriers=rows.RING),
+                plgpu.Barrier(num_barriers=NUM_P),
+                plgpu.Barrier(num_barriers=NUM_P),
+                plgpu.Barrier(num_arrivals=scorers),
+                plgpu.Barrier(),
+                plgpu.Barrier(num_arrivals=q.shape[1]),
+                plgpu.Barrier(num_arrivals=scorers),
+                plgpu.Barrier(num_barriers=scorers),
+            ],
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+        )(q, pool, sources)
+    )

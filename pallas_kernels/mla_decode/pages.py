@@ -11,7 +11,7 @@ Example: page size 128, block offset 5. Tile 3 of a row is the second half of it
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mla_decode.plan import TILE
+from pallas_kernels.mla_decode.config import TILE
 
 
 def piece_size(page_size: int) -> int:
@@ -24,27 +24,41 @@ def pieces_per_tile(page_size: int) -> int:
     return TILE // piece_size(page_size)
 
 
-def tile_pieces(table_ref, part, tile, *, page_size: int, block_offset):
-    """Return the pieces of a tile of the row of ``part``.
+def pages_per_tile(page_size: int) -> int:
+    """Pages that a tile has tokens of."""
+    return max(1, TILE // page_size)
+
+
+def tile_blocks(table_ref, row, kv_len, tile, *, page_size: int):
+    """Return the blocks of the pages of a tile of a row.
 
     Pages past the row's end are replaced by its last: the table holds anything there.
 
     Args:
-      table_ref: Block ids, ``[rows, max_pages]``.
-      part: What is attended; gives row and length.
-      tile: Tile of the row; one past the end gives pieces of the last page.
+      table_ref: Block ids, ``[rows, max_pages]``, a ref or an array.
+      row: Row or rows of the batch.
+      kv_len: Their tokens.
+      tile: Their tile; one past the end gives blocks of the last page.
+      page_size: Tokens per page.
+    """
+    last_page = lax.div(kv_len - 1, page_size)
+    first = lax.div(tile * TILE, page_size)
+    return tuple(
+        table_ref[row, jnp.minimum(first + k, last_page)]
+        for k in range(pages_per_tile(page_size))
+    )
+
+
+def tile_pieces(blocks, tile, *, page_size: int, block_offset):
+    """Return the pieces of a tile.
+
+    Args:
+      blocks: Blocks of its pages.
+      tile: Tile of the row.
       page_size: Tokens per page.
       block_offset: The layer's constant, in blocks.
     """
-    last_page = lax.div(part.kv_len - 1, page_size)
-    if page_size < TILE:
-        first = tile * pieces_per_tile(page_size)
-        pages = (first + k for k in range(pieces_per_tile(page_size)))
-        return tuple(
-            table_ref[part.row, jnp.minimum(page, last_page)] + block_offset
-            for page in pages
-        )
-    halves = page_size // TILE
-    page = jnp.minimum(lax.div(tile, halves), last_page)
-    block = table_ref[part.row, page] + block_offset
-    return (block * halves + lax.rem(tile, halves),)
+    halves = max(1, page_size // TILE)
+    return tuple(
+        (block + block_offset) * halves + lax.rem(tile, halves) for block in blocks
+    )

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-TILE = 64
-"""Tokens of a tile: the rows of a wgmma."""
+from pallas_kernels.mla_decode.config import TILE
+from pallas_kernels.mla_decode.pages import tile_blocks
 
 RECORD = 8
 """int32 of a record: 32 bytes, one sector of the cache."""
@@ -38,10 +38,12 @@ class Plan(NamedTuple):
         tiles of the whole row of its first part; tiles of all its parts; 0.
       rows: For each row: the next row that is not empty; its tiles; its kv_len; its
         first CTA; number of its parts; 0, 0, 0.
+      starts: For each CTA the blocks of the pages of its first tile.
     """
 
     ctas: Int32[Array, "num_ctas record"]
     rows: Int32[Array, "rows record"]
+    starts: Int32[Array, "num_ctas pages"]
 
 
 class Part(NamedTuple):
@@ -62,11 +64,20 @@ class Part(NamedTuple):
     row_tiles: jax.Array
 
 
-def plan_work(kv_lens: Int32[Array, " rows"], *, num_ctas: int, min_tiles: int) -> Plan:
+def plan_work(
+    table: Int32[Array, "rows max_pages"],
+    kv_lens: Int32[Array, " rows"],
+    *,
+    page_size: int,
+    num_ctas: int,
+    min_tiles: int,
+) -> Plan:
     """Cut a batch into one piece of work for each CTA.
 
     Args:
+      table: Block ids of the pages of each row.
       kv_lens: Tokens of each row, 0 or more.
+      page_size: Tokens per page.
       num_ctas: CTAs that share the batch.
       min_tiles: Tiles below which a piece is not cut further: a short batch then
         leaves CTAs without work and has fewer parts to merge.
@@ -96,12 +107,17 @@ def plan_work(kv_lens: Int32[Array, " rows"], *, num_ctas: int, min_tiles: int) 
     held = jnp.where(num_parts > 0, jnp.minimum(end[own], cut + piece) - cut, 0)
     budget = jnp.clip(total - cut, 0, piece)
     ctas = [num_parts, own, first, held, kv_lens[own], tiles[own], budget]
-    return Plan(ctas=jnp.stack([*ctas, jnp.zeros_like(cut)], 1), rows=rows)
+    blocks = tile_blocks(table, own, kv_lens[own], first, page_size=page_size)
+    return Plan(
+        ctas=jnp.stack([*ctas, jnp.zeros_like(cut)], 1),
+        rows=rows,
+        starts=jnp.stack(blocks, 1),
+    )
 
 
 def for_each_part(
     ctas_ref, rows_ref, cta, attend_part, carry: Any
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, tuple[Part, Part], Any]:
     """Go through the parts of a CTA, in a kernel.
 
     Args:
@@ -112,18 +128,19 @@ def for_each_part(
       carry: What the first part gets.
 
     Returns:
-      The number of parts, and the last carry.
+      The number of parts, the first and the last of them, and the last carry.
     """
-    count, part, budget = _first_part(ctas_ref, cta)
+    count, first, budget = _first_part(ctas_ref, cta)
 
     def step(index, state):
-        part, budget, carry = state
+        part, _, budget, carry = state
         # Read before the part is attended, so that the next one need not wait for it.
         following, left = _next_part(rows_ref, part, budget)
-        return following, left, attend_part(index, part, carry)
+        return following, part, left, attend_part(index, part, carry)
 
-    _, _, carry = lax.fori_loop(0, count, step, (part, budget, carry))
-    return count, carry
+    state = first, first, budget, carry
+    _, last, _, carry = lax.fori_loop(0, count, step, state)
+    return count, (first, last), carry
 
 
 def _first_part(ctas_ref, cta) -> tuple[jax.Array, Part, jax.Array]:

@@ -1,29 +1,15 @@
-"""What the kernels share: causal lengths, sums without keys, tails, accumulators."""
+"""What the kernels share: sums without keys, tails, accumulators."""
 
 import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.config import ACC
-from pallas_kernels.mla_decode.plan import TILE
+from pallas_kernels.mla_decode.config import ACC, TILE
 
 LOG2E = math.log2(math.e)
-
-
-def visible_len(kv_len, column, *, query_len: int, num_heads: int):
-    """Tokens that the query of a column sees: the causal limit.
-
-    Column ``t * num_heads + h`` is head h of query token t, which stands at position
-    ``kv_len - query_len + t``. Columns of padding see what the last token sees.
-    """
-    if query_len == 1:
-        return jnp.full_like(column, kv_len)
-    token = lax.div(column, jnp.full_like(column, num_heads))
-    return jnp.minimum(token + (kv_len - query_len + 1), kv_len)
 
 
 def inverse_sum(total):

@@ -20,8 +20,8 @@ Source: the division of the output is that of FlashMLA's Hopper decode kernel.
 """
 
 import functools
+import itertools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -34,19 +34,20 @@ from pallas_kernels.mla_decode.config import (
     ROPE_DIM,
     ROW_DIM,
     SWIZZLE,
-    WIDE_COLUMNS,
+    TILE,
+    Call,
     zeros,
 )
-from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile, tile_pieces
-from pallas_kernels.mla_decode.plan import TILE, for_each_part
+from pallas_kernels.mla_decode.merge import Results
+from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile
 from pallas_kernels.mla_decode.softmax import (
     LOG2E,
     add_products,
     clear_tail,
     inverse_sum,
     log_sum_exp,
-    visible_len,
 )
+from pallas_kernels.mla_decode.work import Sources, work_of
 
 HALF = LATENT_DIM // 2
 # Chunks of a tile: the two halves of its latent part, and the rope part.
@@ -58,67 +59,33 @@ TILE_LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
-def attend(
-    q,
-    pool,
-    table,
-    plan,
-    block_offset,
-    *,
-    query_len: int,
-    num_heads: int,
-    page_size: int,
-    softmax_scale: float,
-    num_ctas: int,
-    interpret,
-):
-    """Attend all rows; rows of several parts are left to the merge.
+def attend(q, pool, sources: Sources, call: Call) -> Results:
+    """Attend all rows, of bfloat16.
 
-    Arguments and results are those of `narrow.attend`, with columns in multiples of
-    64, and `num_ctas` the CTAs for each group of 64 columns.
+    Arguments and results are those of `narrow.attend`, with query columns ``[rows, C,
+    D]`` in groups of 64.
     """
-    num_rows, all_columns, _ = q.shape
-    columns = WIDE_COLUMNS
-    groups = all_columns // columns
+    interpret, columns = call.interpret, call.group_columns
+    groups = call.num_groups
     # The simulator has no clusters.
     is_paired = groups % 2 == 0 and not interpret
-    scale2 = softmax_scale * LOG2E
-    num_pieces = pieces_per_tile(page_size)
-    piece = piece_size(page_size)
+    scale2 = call.softmax_scale * LOG2E
+    piece = piece_size(call.page_size)
 
     def body(
         q_ref,
         pool_ref,
-        table_ref,
-        ctas_ref,
-        rows_ref,
-        offset_ref,
-        out_ref,
-        lse_ref,
-        part_out_ref,
-        part_lse_ref,
-        q_smem,
-        latent_smem,
-        rope_smem,
-        max_smem,
-        sum_smem,
-        loaded,
-        freed,
-        max_ready,
-        p_ready,
-        both_done,
-        q_ready,
-        q_freed,
+        sources,
+        *refs,
     ):
-        cta = lax.axis_index("cta")
+        results, refs = Results(*refs[:4]), refs[4:]
+        q_smem, latent_smem, rope_smem, max_smem, sum_smem = refs[:5]
+        loaded, freed, max_ready, p_ready, both_done, q_ready, q_freed = refs[5:]
         group = lax.axis_index("group")
         if is_paired:
             group = group * 2 + lax.axis_index("peer")
-        first_column = group * columns
-        my_columns = pl.ds(first_column, columns)
         warpgroup = lax.axis_index("warpgroup")
-
-        my_parts = functools.partial(for_each_part, ctas_ref, rows_ref, cta)
+        work = work_of(call, sources, results, group=group, signals=2)
 
         def barrier_of(tile, chunk):
             return tile * len(CHUNKS) + chunk
@@ -146,15 +113,6 @@ def attend(
 
             def attend_part(_index, part, _):
                 plgpu.barrier_wait(q_ready)
-                column = first_column + plgpu.broadcasted_iota(
-                    jnp.int32, (columns, TILE), 0, layout=TILE_LAYOUT
-                )
-                token = plgpu.broadcasted_iota(
-                    jnp.int32, (columns, TILE), 1, layout=TILE_LAYOUT
-                )
-                limit = visible_len(
-                    part.kv_len, column, query_len=query_len, num_heads=num_heads
-                )
                 num_pairs = lax.div(part.tiles + 1, 2)
                 end = jnp.minimum(part.kv_len, (part.first + part.tiles) * TILE)
 
@@ -188,8 +146,7 @@ def attend(
                     start = (part.first + 2 * i + me) * TILE
                     # An odd number of tiles ends in a pair whose second is not ours.
                     valid = jnp.maximum(end - start, 0)
-                    is_seen = (token < valid) & (token + start < limit)
-                    s = jnp.where(is_seen, s, -jnp.inf)
+                    s = work.hide(s, part, start, end, token_axis=1)
                     tile_maximum = s.max(axis=1)
                     if me == 0:
                         before = maximum
@@ -250,7 +207,7 @@ def attend(
                         zeros((columns, HALF), TILE_LAYOUT),
                         per_row(NO_MAXIMUM),
                         per_row(0.0),
-                        ctas_ref[cta, 7],
+                        work.zero(),
                     ),
                 )
                 sum_smem.at[me][...] = total
@@ -260,45 +217,29 @@ def attend(
                 acc = acc * spread(inverse_sum(total), acc.shape)
                 my_half = pl.ds(me * HALF, HALF)
 
-                def store(to_out_ref, to_lse_ref):
-                    to = to_out_ref.at[my_columns, my_half]
-                    to[...] = acc.astype(to.dtype)
+                def store(to_ref, to_lse_ref):
+                    to_ref.at[:, my_half][...] = acc.astype(to_ref.dtype)
                     if me == 0:
-                        lse = log_sum_exp(maximum, total, softmax_scale)
-                        to_lse_ref.at[my_columns][...] = lse
+                        lse = log_sum_exp(maximum, total, call.softmax_scale)
+                        to_lse_ref[...] = lse
 
-                is_whole = part.tiles == part.row_tiles
-
-                @pl.when(is_whole)
-                def _():
-                    store(out_ref.at[part.row], lse_ref.at[part.row])
-
-                @pl.when(~is_whole)
-                def _():
-                    part_id = cta + part.row
-                    store(part_out_ref.at[part_id], part_lse_ref.at[part_id])
+                work.store(part, store, store)
 
                 # The other one has read the sums.
                 plgpu.barrier_arrive(both_done)
                 plgpu.barrier_wait(both_done)
 
-            my_parts(attend_part, None)
+            ends = work.for_each_part(attend_part, None)[1]
+            work.merge(ends, me)
 
         def loads():
             plgpu.set_max_registers(REGISTERS["loads"], action="decrease")
-            block_offset = offset_ref[0]
 
             def pair_of(part, i):
                 # The second tile of the last pair may be none of ours: any will do.
                 last = part.tiles - 1
                 return tuple(
-                    tile_pieces(
-                        table_ref,
-                        part,
-                        part.first + jnp.minimum(2 * i + k, last),
-                        page_size=page_size,
-                        block_offset=block_offset,
-                    )
+                    work.pieces(part, part.first + jnp.minimum(2 * i + k, last))
                     for k in range(2)
                 )
 
@@ -308,29 +249,29 @@ def attend(
                     plgpu.barrier_wait(q_freed)
 
                 plgpu.copy_gmem_to_smem(
-                    q_ref.at[part.row, my_columns], q_smem.at[0], q_ready
+                    q_ref.at[part.row, work.columns], q_smem.at[0], q_ready
                 )
                 num_pairs = lax.div(part.tiles + 1, 2)
 
                 def load_pair(i, pair):
                     following = pair_of(part, i + 1)
-                    for tile in range(2):
-                        for c, (start, width) in enumerate(CHUNKS):
+                    for tile, c in itertools.product(range(2), range(len(CHUNKS))):
+                        start, width = CHUNKS[c]
 
-                            @pl.when(done + i > 0)
-                            def _(tile=tile, c=c):
-                                plgpu.barrier_wait(freed.at[barrier_of(tile, c)])
+                        @pl.when(done + i > 0)
+                        def _(tile=tile, c=c):
+                            plgpu.barrier_wait(freed.at[barrier_of(tile, c)])
 
-                            for k, source in enumerate(pair[tile]):
-                                rows = pl.ds(k * piece, piece)
-                                plgpu.copy_gmem_to_smem(
-                                    pool_ref.at[source, :, pl.ds(start, width)],
-                                    rope_smem.at[tile, rows]
-                                    if c == ROPE
-                                    else latent_smem.at[tile, c, rows],
-                                    loaded.at[barrier_of(tile, c)],
-                                    collective_axes="peer" if is_paired else None,
-                                )
+                        for k, source in enumerate(pair[tile]):
+                            rows = pl.ds(k * piece, piece)
+                            plgpu.copy_gmem_to_smem(
+                                pool_ref.at[source, :, pl.ds(start, width)],
+                                rope_smem.at[tile, rows]
+                                if c == ROPE
+                                else latent_smem.at[tile, c, rows],
+                                loaded.at[barrier_of(tile, c)],
+                                collective_axes="peer" if is_paired else None,
+                            )
                     if not interpret:
                         for tile in range(2):
                             for source in following[tile]:
@@ -344,7 +285,8 @@ def attend(
                 lax.fori_loop(0, num_pairs, load_pair, pair_of(part, 0))
                 return done + num_pairs
 
-            done = my_parts(attend_part, jnp.int32(0))[1]
+            done = work.for_each_part(attend_part, jnp.int32(0))[2]
+            work.clear_empty_rows()
             # The simulator wants every arrival to be waited for, and a CTA of a
             # cluster must not leave before the last arrival of its peer.
             if interpret or is_paired:
@@ -359,45 +301,44 @@ def attend(
             pl.when(warpgroup == me)(functools.partial(compute, me))
         pl.when(warpgroup == 2)(loads)
 
-    num_parts = num_ctas + num_rows
     num_chunks = 2 * len(CHUNKS)
     if is_paired:
         grid = {
-            "grid": (groups // 2, num_ctas),
+            "grid": (groups // 2, call.num_ctas),
             "grid_names": ("group", "cta"),
             "cluster": (2,),
             "cluster_names": ("peer",),
         }
         freed = plgpu.ClusterBarrier(collective_axes=("peer",), num_barriers=num_chunks)
     else:
-        grid = {"grid": (groups, num_ctas), "grid_names": ("group", "cta")}
+        grid = {"grid": (groups, call.num_ctas), "grid_names": ("group", "cta")}
         freed = plgpu.Barrier(num_barriers=num_chunks)
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, all_columns, LATENT_DIM), q.dtype),
-            jax.ShapeDtypeStruct((num_rows, all_columns), jnp.float32),
-            jax.ShapeDtypeStruct((num_parts, all_columns, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((num_parts, all_columns), jnp.float32),
-        ),
-        **grid,
-        num_threads=3,
-        thread_name="warpgroup",
-        kernel_name="mla_decode_wide",
-        scratch_types=[
-            plgpu.SMEM((1, columns, ROW_DIM), jnp.bfloat16, transforms=SWIZZLE),
-            plgpu.SMEM((2, 2, TILE, HALF), jnp.bfloat16, transforms=SWIZZLE),
-            plgpu.SMEM((2, TILE, ROPE_DIM), jnp.bfloat16, transforms=SWIZZLE),
-            plgpu.SMEM((2, columns), jnp.float32),
-            plgpu.SMEM((2, columns), jnp.float32),
-            plgpu.Barrier(num_barriers=num_chunks, num_arrivals=num_pieces),
-            freed,
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )(q, pool, table, plan.ctas, plan.rows, block_offset)
+    return Results(
+        *plgpu.kernel(
+            body,
+            out_type=call.results(jnp.bfloat16, LATENT_DIM),
+            **grid,
+            num_threads=3,
+            thread_name="warpgroup",
+            kernel_name="mla_decode_wide",
+            scratch_types=[
+                plgpu.SMEM((1, columns, ROW_DIM), jnp.bfloat16, transforms=SWIZZLE),
+                plgpu.SMEM((2, 2, TILE, HALF), jnp.bfloat16, transforms=SWIZZLE),
+                plgpu.SMEM((2, TILE, ROPE_DIM), jnp.bfloat16, transforms=SWIZZLE),
+                plgpu.SMEM((2, columns), jnp.float32),
+                plgpu.SMEM((2, columns), jnp.float32),
+                plgpu.Barrier(
+                    num_barriers=num_chunks,
+                    num_arrivals=pieces_per_tile(call.page_size),
+                ),
+                freed,
+                plgpu.Barrier(),
+                plgpu.Barrier(num_barriers=2),
+                plgpu.Barrier(num_arrivals=2),
+                plgpu.Barrier(),
+                plgpu.Barrier(num_arrivals=2),
+            ],
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+        )(q, pool, sources)
+    )

@@ -123,8 +123,13 @@ def _attend(shape: Shape, implementation, config, view, q, buffers, ids, kv_lens
     operands = q, buffers[0], ids, kv_lens
     options = {"softmax_scale": shape.scale, "config": config}
     if implementation == "mosaic_gpu":
-        place = {"page_size": view.page_size, "block_offset": view.block_offset}
-        return mosaic_mla_decode(*operands, **place, **options)[0]
+        return mosaic_mla_decode(
+            *operands,
+            page_size=view.page_size,
+            block_offset=view.block_offset,
+            dtype=view.dtype,
+            **options,
+        )[0]
     run = triton_kernels("mla_decode_triton").mla_decode
     part = paged_part(view)
     return run(*operands, part=part, latent_dim=shape.latent_dim, **options)[0]

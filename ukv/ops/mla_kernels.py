@@ -66,6 +66,7 @@ def mla_rows(
             page_size=view.page_size,
             block_offset=view.block_offset,
             softmax_scale=softmax_scale,
+            dtype=view.dtype,
         )
     return triton_kernels("mla_decode_triton").mla_decode(
         *operands,
