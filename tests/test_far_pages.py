@@ -95,10 +95,11 @@ ATTENTION = {
 def implementations(op):
     """Each kernel on a card; the reference on a small pool, for the tests' own sake."""
     names = sorted({line.implementation for line in SUPPORT[op]} - {"xla"})
-    on_card = [
-        pytest.param(op, name, FAR_BYTES, marks=pytest.mark.gpu) for name in names
+    marks = [pytest.mark.slow] if "extend" in op or op == "gqa_attention" else []
+    return [
+        pytest.param(op, "xla", 8 << 20, marks=marks),
+        *(pytest.param(op, n, FAR_BYTES, marks=pytest.mark.gpu) for n in names),
     ]
-    return [pytest.param(op, "xla", 8 << 20), *on_card]
 
 
 by_attention = pytest.mark.parametrize(
