@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.extend import ExtendConfig
 from scripts.kernel_benches.case import BenchCase, Program, relative_error
 from scripts.kernel_benches.implementations import kernels
-from scripts.kernel_benches.random_words import random_words
+from scripts.kernel_benches.random_words import random_values, random_words
 from ukv.ids import KernelBlocks
 from ukv.implementation import OpCase
 from ukv.layout import PoolLayout, unified_layout
@@ -204,8 +204,7 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
 
     def make():
         pool = random_words((layout.pool_bytes // (4 * words), words), shape.dtype)
-        key = jax.random.key(1, impl="rbg")
-        q = jax.random.normal(key, q_shape, jnp.dtype(shape.dtype))
+        q = random_values(q_shape, shape.dtype, seed=1)
         bounds = jnp.asarray(starts, jnp.int32)
         kv_lens = jnp.asarray(shape.kv_lens, jnp.int32)
         outs = jnp.zeros_like(q), jnp.zeros_like(q)

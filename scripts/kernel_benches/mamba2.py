@@ -17,7 +17,7 @@ from scripts.kernel_benches.case import (
     Program,
     relative_error,
 )
-from scripts.kernel_benches.random_words import random_words
+from scripts.kernel_benches.random_words import random_values, random_words
 from ukv.ids import KernelBlocks
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import Mamba2Parameters, Mamba2Tokens, StateSlots, mamba2_decode
@@ -106,12 +106,11 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
             for buffer in pool_struct(layout).buffers
         )
         ids = jnp.asarray(slots)
-        keys = jax.random.split(jax.random.key(1, impl="rbg"), 4)
         lead, group = (shape.batch, 1), (shape.groups, shape.state_dim)
         ends = (shape.heads, shape.head_dim), (shape.heads,), group, group
         x, dt_logits, b, c = (
-            jax.random.normal(key, (*lead, *end), jnp.bfloat16)
-            for key, end in zip(keys, ends, strict=True)
+            random_values((*lead, *end), "bfloat16", seed=1 + i)
+            for i, end in enumerate(ends)
         )
         tokens = Mamba2Tokens(x=x, dt_logits=dt_logits, b=b, c=c)
         before = state_of(buffers, ids)

@@ -9,6 +9,7 @@ import numpy as np
 
 from scripts.benchmarking import GIB
 from scripts.kernel_benches.case import COLD_BYTES, BenchCase, Program
+from scripts.kernel_benches.random_words import random_values
 from ukv.ids import PhysicalPages, WriteLocations
 from ukv.layout import PoolLayout, unified_layout
 from ukv.ops import write_kv
@@ -180,11 +181,7 @@ def _write_program(
     def make():
         (buffer,) = pool_struct(layout).buffers
         values = tuple(
-            jax.random.normal(
-                jax.random.key(part, impl="rbg"),
-                (groups, tokens, *view.shape),
-                jnp.bfloat16,
-            )
+            random_values((groups, tokens, *view.shape), "bfloat16", seed=part)
             for part, view in enumerate(views[0])
         )
         return (

@@ -16,7 +16,7 @@ from pallas_kernels.mla_decode import MlaDecodeConfig
 from pallas_kernels.mla_decode import mla_decode as mosaic_mla_decode
 from scripts.kernel_benches.case import BenchCase, Program, relative_error
 from scripts.kernel_benches.implementations import kernels
-from scripts.kernel_benches.random_words import random_words
+from scripts.kernel_benches.random_words import random_values, random_words
 from ukv.ids import KernelBlocks
 from ukv.implementation import OpCase
 from ukv.layout import PoolLayout, unified_layout
@@ -152,12 +152,14 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
     def make():
         pool = random_words((layout.pool_bytes // (4 * words), words), shape.dtype)
         q_shape = (shape.batch, shape.query, shape.heads, shape.head_dim)
-        key = jax.random.key(1, impl="rbg")
-        queries = jax.random.normal(key, (num_layers, *q_shape), shape.query_dtype)
+        queries = tuple(
+            random_values(q_shape, shape.query_dtype.name, seed=1 + layer)
+            for layer in range(num_layers)
+        )
         out = jnp.zeros((*q_shape[:-1], shape.latent_dim), shape.query_dtype)
         kv_lens = jnp.full(shape.batch, shape.context, jnp.int32)
         outs = (out,) * num_layers
-        return tuple(queries), outs, (pool,), jnp.asarray(table), kv_lens
+        return queries, outs, (pool,), jnp.asarray(table), kv_lens
 
     def step(state):
         queries, outs, buffers, ids, kv_lens = state
@@ -169,12 +171,13 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
 
     def error(state):
         queries, outs, buffers, ids, _ = state
-        errors = []
-        for row in sorted({0, shape.batch // 2, shape.batch - 1}):
-            q, out = queries[-1][row], outs[-1][row]
-            wanted = _reference(shape, buffers, views[-1], ids[row], q)
-            errors.append(relative_error(out, wanted))
-        return jnp.max(jnp.stack(errors))
+
+        def of_row(row: jax.Array) -> jax.Array:
+            wanted = _reference(shape, buffers, views[-1], ids[row], queries[-1][row])
+            return relative_error(outs[-1][row], wanted)
+
+        rows = sorted({0, shape.batch // 2, shape.batch - 1})
+        return jnp.max(jax.lax.map(of_row, jnp.asarray(rows)))
 
     return Program(
         make=make,

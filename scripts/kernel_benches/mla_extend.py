@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.extend import ExtendConfig
 from scripts.kernel_benches.case import BenchCase, Program, relative_error
 from scripts.kernel_benches.implementations import kernels
-from scripts.kernel_benches.random_words import random_words
+from scripts.kernel_benches.random_words import random_values, random_words
 from ukv.ids import KernelBlocks
 from ukv.implementation import OpCase
 from ukv.layout import PoolLayout, unified_layout
@@ -175,17 +175,22 @@ def _program(implementation, config, *, shape: Shape, num_layers: int) -> Progra
 
     def make():
         pool = random_words((layout.pool_bytes // (4 * words), words), shape.dtype)
-        q_key, w_key = jax.random.split(jax.random.key(1, impl="rbg"))
-        q_shape = (num_layers, tokens, shape.heads, shape.head_dim)
-        w_shape = (2, shape.heads, shape.nope_dim, shape.latent_dim)
-        queries = jax.random.normal(q_key, q_shape, dtype)
-        weights = jax.random.normal(w_key, w_shape, dtype)
-        weights *= jnp.asarray(shape.latent_dim**-0.5, dtype)
-        out = jnp.zeros_like(queries[0, ..., : shape.nope_dim])
+        q_shape = (tokens, shape.heads, shape.head_dim)
+        w_shape = (shape.heads, shape.nope_dim, shape.latent_dim)
+        queries = tuple(
+            random_values(q_shape, shape.dtype, seed=3 + layer)
+            for layer in range(num_layers)
+        )
+        weights = tuple(
+            random_values(w_shape, shape.dtype, seed=seed)
+            * jnp.asarray(shape.latent_dim**-0.5, dtype)
+            for seed in (1, 2)
+        )
+        out = jnp.zeros((*q_shape[:-1], shape.nope_dim), dtype)
         bounds = jnp.asarray(starts, jnp.int32)
         kv_lens = jnp.asarray(shape.kv_lens, jnp.int32)
-        rest = tuple(weights), jnp.asarray(table), bounds, kv_lens
-        return tuple(queries), (out,) * num_layers, (pool,), *rest
+        rest = weights, jnp.asarray(table), bounds, kv_lens
+        return queries, (out,) * num_layers, (pool,), *rest
 
     def step(state):
         queries, _, *rest = state

@@ -22,7 +22,7 @@ from scripts.kernel_benches.case import (
     Program,
     relative_error,
 )
-from scripts.kernel_benches.random_words import random_words
+from scripts.kernel_benches.random_words import random_values, random_words
 from ukv.ids import KernelBlocks
 from ukv.layout import PartView, PoolLayout, unified_layout
 from ukv.ops import (
@@ -127,8 +127,8 @@ def _buffers(layout: PoolLayout) -> tuple[jax.Array, ...]:
     )
 
 
-def _normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.bfloat16)
+def _values(seed: int, *shape: int) -> jax.Array:
+    return random_values(shape, "bfloat16", seed=1 + seed)
 
 
 def _slots(layout: PoolLayout, pages: np.ndarray) -> np.ndarray:
@@ -201,9 +201,9 @@ def _decode_program(implementation, config, *, shape: Shape) -> Program:
         buffers = _buffers(layout)
         slot_sets = [jnp.asarray(_slots(layout, of_set)) for of_set in pages]
         tokens = ProjectedTokens(
-            qkv=_normal(0, rows, 1, shape.channels),
-            gate_logits=_normal(1, rows, 1, *shape.gates),
-            beta_logits=_normal(2, rows, 1, shape.heads),
+            qkv=_values(0, rows, 1, shape.channels),
+            gate_logits=_values(1, rows, 1, *shape.gates),
+            beta_logits=_values(2, rows, 1, shape.heads),
         )
         before = tuple(
             _state_of(buffers, view, slot_sets[0], row)
@@ -274,11 +274,11 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
         buffers = _buffers(layout)
         slots = jnp.asarray(_slots(layout, pages))
         tokens = DeltaTokens(
-            q=_normal(0, shape.tokens, key_heads, dim),
-            k=_normal(1, shape.tokens, key_heads, dim),
-            v=_normal(2, shape.tokens, heads, dim),
-            gate_logits=_normal(3, shape.tokens, *shape.gates),
-            beta_logits=_normal(4, shape.tokens, heads),
+            q=_values(0, shape.tokens, key_heads, dim),
+            k=_values(1, shape.tokens, key_heads, dim),
+            v=_values(2, shape.tokens, heads, dim),
+            gate_logits=_values(3, shape.tokens, *shape.gates),
+            beta_logits=_values(4, shape.tokens, heads),
         )
         before = _state_of(buffers, view, slots, row)[head]
         bounds = jnp.arange(rows + 1, dtype=jnp.int32) * query_len
