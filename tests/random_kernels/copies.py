@@ -61,9 +61,9 @@ def _check_write(layout, views, num_tokens, implementation, seed) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def draw_write(rng, implementation, max_len):
+def draw_write(rng, implementation, max_len, index):
     """Return a structure of a write: its facts and its check."""
-    del max_len
+    del max_len, index
     dtype = DTYPES[str(rng.choice(["f32", "bf16", "bf16", "f16", "e4m3", "e5m2"]))]
     page_size = int(rng.choice([1, 4, 16, 64, 128]))
     if rng.random() < 0.4:
@@ -116,9 +116,9 @@ def _check_move(layout, max_moves, implementation, seed) -> None:
     np.testing.assert_array_equal(np.asarray(after).reshape(-1), expected)
 
 
-def draw_move(rng, implementation, max_len):
+def draw_move(rng, implementation, max_len, index):
     """Return a structure of a page move: its facts and its check."""
-    del max_len
+    del max_len, index
     page_size = int(rng.choice([16, 32, 64, 128]))
     if rng.random() < 0.5:
         dims = [(512, 64), (128, 32)][int(rng.integers(2))]

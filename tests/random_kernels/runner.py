@@ -48,7 +48,9 @@ class Structure:
         name = zlib.crc32(f"{self.op} {self.implementation}".encode())
         for attempt in range(MOST_DRAWS):
             rng = np.random.default_rng([name, self.index, attempt])
-            case, check = DRAW[self.op](rng, self.implementation, self.max_len)
+            case, check = DRAW[self.op](
+                rng, self.implementation, self.max_len, self.index
+            )
             if any(line.refusal(case, target) is None for line in lines):
                 return case, check
         raise LookupError(f"{self}: none of {MOST_DRAWS} structures is supported")

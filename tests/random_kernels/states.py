@@ -100,9 +100,9 @@ def _check_step(layer, query_len, implementation, seed) -> None:
         np.testing.assert_array_equal(state.get(after, a), state.get(again, b))
 
 
-def draw_step(rng, implementation, max_len, *, kind: str):
+def draw_step(rng, implementation, max_len, index, *, kind: str):
     """Return a structure of a decode step: its facts and its check."""
-    del max_len
+    del max_len, index
     storage, conv, dtype = (str(rng.choice(["float32", "bfloat16"])) for _ in range(3))
     layer = delta_step.Layer(
         kind=kind,
@@ -177,9 +177,9 @@ def _check_prefill(kind, pool, gate, implementation, seed) -> None:
         np.testing.assert_array_equal(pool.get(after, a), pool.get(again, b))
 
 
-def draw_prefill(rng, implementation, max_len, *, name: str):
+def draw_prefill(rng, implementation, max_len, index, *, name: str):
     """Return a structure of a prefill: its facts and its check."""
-    del max_len
+    del max_len, index
     heads = int(rng.choice([2, 4]))
     kind = Kind(
         H=heads,
@@ -238,9 +238,9 @@ def _check_mamba2(pool, parameters, dtype, query_len, implementation, seed) -> N
         np.testing.assert_array_equal(pool.get(after, a), pool.get(again, b))
 
 
-def draw_mamba2(rng, implementation, max_len):
+def draw_mamba2(rng, implementation, max_len, index):
     """Return a structure of a Mamba2 step: its facts and its check."""
-    del max_len
+    del max_len, index
     storage, dtype = (str(rng.choice(["float32", "bfloat16"])) for _ in range(2))
     placement = str(rng.choice(["low", "float", "high", "static"]))
     pool = mamba2.make_pool(placement, storage)
@@ -304,9 +304,9 @@ def _check_conv(pool, conv, dtype, implementation, seed) -> None:
         np.testing.assert_array_equal(pool.get(after, a), pool.get(again, b))
 
 
-def draw_conv(rng, implementation, max_len):
+def draw_conv(rng, implementation, max_len, index):
     """Return a structure of a short convolution: its facts and its check."""
-    del max_len
+    del max_len, index
     storage, dtype = (str(rng.choice(["float32", "bfloat16"])) for _ in range(2))
     width = int(rng.choice([2, 3, 4]))
     placement = str(rng.choice(["low", "float", "high", "static"]))
