@@ -12,6 +12,7 @@ from pallas_kernels.extend import (
     ExtendConfig,
     Problem,
     Source,
+    expand_heads,
     make_plan,
     schedule,
 )
@@ -342,6 +343,40 @@ def test_simulated_mla(case, piece_len):
     )
     oracle = expanded_oracle(case, data)
     assert_result(case, result, oracle, width=192, operand="bfloat16")
+
+
+jit_expand = jax.jit(expand_heads, static_argnames=("num_ctas", "interpret"))
+
+
+@pytest.mark.parametrize("num_places", [0, 130, 384, 9999])
+def test_expanded_heads(num_places):
+    rng = np.random.default_rng(0)
+    latents = jnp.asarray(rng.standard_normal((384, 192)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((3, 64, 128)), jnp.bfloat16)
+    found = jit_expand(
+        latents, weights, jnp.int32(num_places), num_ctas=2, interpret=True
+    )
+    used = min(num_places, 384)
+    rows, columns = (np.asarray(x, np.float64) for x in (latents[:, :128], weights))
+    wanted = np.einsum("tl,hwl->htw", rows, columns)[:, :used]
+    error = np.abs(np.asarray(found, np.float64)[:, :used] - wanted)
+    assert error.max(initial=0) <= 2**-8 * np.abs(wanted).max(initial=0)
+
+
+@pytest.mark.parametrize(
+    ("places", "width", "latent_dim", "message"),
+    [
+        (100, 64, 64, "max_places=100 must be a multiple of 128"),
+        (128, 96, 64, "width=96 and latent_dim=64 of 64"),
+        (128, 320, 64, "width=320 must be up to 256"),
+        (128, 64, 256, "latent_dim=256 up to 192"),
+    ],
+)
+def test_sizes_that_are_not_expanded(places, width, latent_dim, message):
+    latents = jnp.zeros((places, 192), jnp.bfloat16)
+    weights = jnp.zeros((1, width, latent_dim), jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        expand_heads(latents, weights, jnp.int32(1))
 
 
 def test_simulated_bits_do_not_depend_on_the_pages():
