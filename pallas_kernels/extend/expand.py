@@ -5,9 +5,8 @@ width]``: the rows of one head lie next to each other, as the attention reads th
 XLA's products would write all heads of a place next to each other.
 
 A CTA computes 128 places of one head at a time, a warpgroup 64 of them; a third
-warpgroup brings the operands, 64 latent columns at a time. CTAs are persistent, and two
-that are a cluster take neighbouring places of the same head: each loads half of the
-weights for both.
+warpgroup brings the operands, 64 latent columns at a time. CTAs are persistent. Two
+that share the weights of a head as a cluster are no faster on an H200.
 """
 
 import functools
@@ -31,7 +30,6 @@ MAX_WIDTH = 256
 """Columns of a product."""
 
 STAGES = 3
-PEERS = 2
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 
@@ -51,7 +49,7 @@ def expand_heads(
         columns are expanded.
       weights: What they are multiplied with, bfloat16; ``width`` is a multiple of 64
         up to 256, ``latent_dim`` one of 64.
-      num_places: Places that are expanded, and up to 255 more, of those that there
+      num_places: Places that are expanded, and up to 127 more, of those that there
         are; what the others get is not defined.
       num_ctas: Persistent CTAs, one per multiprocessor.
       interpret: Simulate the kernel on the CPU, for tests.
@@ -88,9 +86,6 @@ def _expand(
 ) -> jax.Array:
     max_places = latents.shape[0]
     num_heads, width, latent_dim = weights.shape
-    # The simulator has no clusters.
-    is_paired = not interpret and max_places > TILE
-    peers = PEERS if is_paired else 1
     steps = latent_dim // COLUMN_TILE
     dtype = latents.dtype
 
@@ -106,20 +101,16 @@ def _expand(
         empty,
     ):
         warpgroup = lax.axis_index("warpgroup")
-        peer = lax.axis_index("peer") if is_paired else jnp.int32(0)
-        team = lax.axis_index("team")
-        teams = max(num_ctas // peers, 1)
+        cta = lax.axis_index("cta")
         wanted = jnp.minimum(places_ref[0], max_places)
-        tiles = lax.div(wanted + (TILE * peers - 1), TILE * peers)
-        count = lax.div(jnp.maximum(tiles * num_heads - team + (teams - 1), 0), teams)
+        items = lax.div(wanted + (TILE - 1), TILE) * num_heads
+        count = lax.div(jnp.maximum(items - cta + (num_ctas - 1), 0), num_ctas)
 
         def place_of(i):
             """Return the head and the first place of the i-th tile of this CTA."""
-            item = team + i * teams
-            tile = lax.div(item, num_heads) * peers + peer
-            # The last pair may be half: its second tile is the first one again.
-            tile = jnp.minimum(tile, max_places // TILE - 1)
-            return lax.rem(item, num_heads), pl.multiple_of(tile * TILE, TILE)
+            item = cta + i * num_ctas
+            place = pl.multiple_of(lax.div(item, num_heads) * TILE, TILE)
+            return lax.rem(item, num_heads), place
 
         @pl.when(warpgroup == NUM_CONSUMERS)
         def _():
@@ -140,13 +131,11 @@ def _expand(
                     weights_ref.at[head, :, columns],
                     weights_smem.at[slot],
                     full.at[slot],
-                    collective_axes="peer" if is_paired else None,
                 )
 
             total = count * steps
             lax.fori_loop(0, total, bring, None)
-            # Every arrival is waited for: a CTA of a cluster must not leave before the
-            # last one of its peer.
+            # The simulator wants every arrival to be waited for.
             for back in range(STAGES, 0, -1):
                 slot = lax.rem(jnp.maximum(total - back, 0), STAGES)
                 pl.when(total >= back)(
@@ -205,20 +194,11 @@ def _expand(
     def smem(*shape):
         return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
 
-    if is_paired:
-        grid = {"cluster": (PEERS,), "cluster_names": ("peer",)}
-        empty = plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_barriers=STAGES, num_arrivals=NUM_CONSUMERS
-        )
-    else:
-        grid = {}
-        empty = plgpu.Barrier(num_barriers=STAGES, num_arrivals=NUM_CONSUMERS)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_heads, max_places, width), dtype),
-        grid=(max(num_ctas // peers, 1),),
-        grid_names=("team",),
-        **grid,
+        grid=(num_ctas,),
+        grid_names=("cta",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="expand_heads",
@@ -227,7 +207,7 @@ def _expand(
             smem(STAGES, width, COLUMN_TILE),
             smem(NUM_CONSUMERS, WARPGROUP_ROWS, width),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
-            empty,
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=NUM_CONSUMERS),
         ],
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,

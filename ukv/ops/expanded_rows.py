@@ -30,7 +30,7 @@ ALIGNMENT = 128
 WORKSPACE_BYTES = 512 << 20
 """Most bytes of a piece's keys and values."""
 
-MIN_PIECE = 2048
+MIN_PIECE = 8192
 """Places of a piece at least, so that a step of few tokens takes few pieces."""
 
 

@@ -23,8 +23,11 @@ from ukv.ops.query_tiles import cut_packed, tile_queries
 
 Kernel = Literal["mosaic_gpu", "triton"]
 
-MOST_ABSORBED = 128
+MOST_ABSORBED = 256
 """Query tokens of a row up to which a batch is absorbed."""
+
+MOST_ABSORBED_TOKENS = 2048
+"""Query tokens of a batch up to which it is: each takes 300 KB for 32 heads."""
 
 TILE_COLUMNS = 128
 """Query tokens of a tile times heads: two CTAs of the Mosaic GPU kernel share pages."""
@@ -179,7 +182,8 @@ def extend_heads(
     def values(latents: jax.Array) -> jax.Array:
         return _per_head(latents, w_vc.transpose(0, 2, 1))
 
-    if kernel == "triton" or (can_absorb and max_query_len <= MOST_ABSORBED):
+    is_short = max_query_len <= MOST_ABSORBED and q.shape[0] <= MOST_ABSORBED_TOKENS
+    if kernel == "triton" or (can_absorb and is_short):
         latents, lse = mla_tiles(
             kernel,
             absorb(q),
