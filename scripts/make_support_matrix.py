@@ -69,7 +69,9 @@ def support_page() -> str:
         parts.append("|---" * len(COLUMNS) + "|")
         for line in lines:
             cells = (
-                f"`{line.implementation}`" + " on request" * (not line.by_default),
+                f"`{line.implementation}`"
+                + " on request" * (not line.by_default)
+                + " without a window" * (not line.windows),
                 _device(line),
                 _values(line.page_sizes),
                 _values(line.storage_dtypes),

@@ -305,6 +305,7 @@ def test_simulated(case, config):
 
 
 KIMI = ft.partial(Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16")
+TINY = ft.partial(Mla, dims=(128, 64, 64, 64), store="bf16", compute="bf16")
 SIMULATED_MLA = {
     "P16-mixed": (KIMI(rows=MIXED, heads=1), None),
     "P64-pieces": (
@@ -315,6 +316,7 @@ SIMULATED_MLA = {
         KIMI(rows=((66, 200), (1, 3)), heads=2, page_size=128, store="e4m3"),
         256,
     ),
+    "tiny": (TINY(rows=((3, 150), (0, 0), (70, 70), (1, 5)), heads=2), 128),
 }
 
 jit_mla_packed = jax.jit(
@@ -663,6 +665,7 @@ MLA_ON_CARD = {
         rows=((300, 900), (17, 500)), heads=4, page_size=128, store="e5m2"
     ),
     "P1": KIMI(rows=((70, 200), (17, 50)), heads=4, page_size=1, placement="high"),
+    "tiny": TINY(rows=((300, 400), (1, 90), (64, 64)), heads=4, page_size=64),
 }
 
 

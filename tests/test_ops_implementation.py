@@ -100,6 +100,21 @@ def test_a_line_on_request_is_not_taken_by_default(monkeypatch):
     assert resolve("op", "triton", CASE, target=H200) == "triton"
 
 
+def test_a_line_for_calls_without_a_window(monkeypatch):
+    lines = (
+        Support(implementation="mosaic_gpu", windows=False),
+        Support(implementation="xla"),
+    )
+    monkeypatch.setattr(module, "SUPPORT", {"op": lines})
+    assert resolve("op", None, case(), target=H200) == "mosaic_gpu"
+    windowed = case(has_window=True)
+    assert resolve("op", None, windowed, target=H200) == "xla"
+    with pytest.raises(
+        UnsupportedError, match=r"is for calls without a window; .*'xla'"
+    ):
+        resolve("op", "mosaic_gpu", windowed, target=H200)
+
+
 @pytest.mark.usefixtures("table")
 def test_no_implementation_at_all_is_refused():
     with pytest.raises(

@@ -33,18 +33,22 @@ class OpCase:
         latent part for MLA, then, where rows are expanded, per head of a key's part
         without position and of a value; of the entry of each part for a write. A
         decode step of a delta rule layer adds the taps of its convolution.
+      has_window: Whether a query sees the last few tokens only.
     """
 
     page_size: int
     storage_dtype: str
     compute_dtype: str
     widths: tuple[int, ...]
+    has_window: bool = False
 
     def __str__(self) -> str:
         """Return the case as a message shows it."""
         return (
             f"page_size={self.page_size}, storage_dtype={self.storage_dtype}, "
             f"compute_dtype={self.compute_dtype}, widths={self.widths}"
+            + ", with a window"
+            * self.has_window
         )
 
 
@@ -77,6 +81,7 @@ class Support:
       compute_dtypes: Names of dtypes of the queries or values.
       widths: As in ``OpCase``.
       max_width: Largest of the widths.
+      windows: Whether it takes calls with a window.
       by_default: Whether it may be chosen when nobody is asked for: not before the
         combination was run on a card.
     """
@@ -90,6 +95,7 @@ class Support:
     compute_dtypes: tuple[str, ...] | None = None
     widths: tuple[tuple[int, ...], ...] | None = None
     max_width: int | None = None
+    windows: bool = True
     by_default: bool = True
 
     def refusal(self, case: OpCase, target: Target) -> str | None:
@@ -115,6 +121,8 @@ class Support:
             return f"has widths {', '.join(map(str, self.widths))}, not {case.widths}"
         if self.max_width is not None and max(case.widths) > self.max_width:
             return f"has widths up to {self.max_width}, not {case.widths}"
+        if case.has_window and not self.windows:
+            return "is for calls without a window"
         if self.implementation == "triton" and not _HAS_TRITON:
             return "needs Triton, which is not installed: install ukv[cuda12]"
         return None
@@ -271,7 +279,8 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     ),
     "gqa_attention": (
         _GQA_EXTEND,
-        # Right on a card too, but not compared there with Triton yet.
+        # Faster than Triton on an H200, but not with a window of 128 tokens.
+        dataclasses.replace(_GQA_EXTEND, windows=False, widths=((64, 64),)),
         dataclasses.replace(_GQA_EXTEND, by_default=False, widths=((64, 64),)),
         *_GQA,
     ),
@@ -279,6 +288,10 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_decode": _MLA_ROWS,
     "mla_extend": (
         _MLA_EXTEND,
+        # As small as a model of a few million parameters; not run on a card yet.
+        dataclasses.replace(
+            _MLA_EXTEND, by_default=False, widths=((192, 128, 64, 64),)
+        ),
         # Absorbed: it reads the rows as a decode does.
         dataclasses.replace(
             _MLA_EXTEND,

@@ -77,7 +77,7 @@ def gqa_attention(
     Source: Ainslie et al., GQA (arXiv:2305.13245). Sinks and window bounds:
     openai/gpt-oss, gpt_oss/torch/model.py. Soft cap: Gemma 2 (arXiv:2408.00118).
     """
-    case = _case(q, k_view, v_view)
+    case = _case(q, k_view, v_view, window)
     chosen = resolve("gqa_attention", implementation, case)
     num_rows = kv_lens.shape[0]
     if cu_query_lens.shape[0] != num_rows + 1:
@@ -157,7 +157,7 @@ def gqa_decode(
 
     Source: as ``gqa_attention``.
     """
-    chosen = resolve("gqa_decode", implementation, _case(q, k_view, v_view))
+    chosen = resolve("gqa_decode", implementation, _case(q, k_view, v_view, window))
     table_ids = _table_ids(q, k_view, v_view, table, kv_lens.shape[0])
     scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
     if chosen == "triton":
@@ -182,12 +182,15 @@ def gqa_decode(
     )
 
 
-def _case(q: jax.Array, k_view: PartView, v_view: PartView) -> OpCase:
+def _case(
+    q: jax.Array, k_view: PartView, v_view: PartView, window: int | None
+) -> OpCase:
     return OpCase(
         page_size=k_view.page_size,
         storage_dtype=k_view.dtype.name,
         compute_dtype=q.dtype.name,
         widths=(k_view.shape[-1], v_view.shape[-1]),
+        has_window=window is not None,
     )
 
 
