@@ -24,6 +24,7 @@ from tests.attention_cases import (
 )
 from tests.oracles.attention import attention_at_once
 from ukv.implementation import OpCase
+from ukv.ops.mla_kernels import MOST_ABSORBED
 
 ROWS = 5
 PACKED_LENS = (0, 1, 5, 19, 40)
@@ -260,6 +261,8 @@ def draw_mla_extend(rng, implementation, max_len, index, *, is_absorbed: bool):
     case = _draw_mla(rng, min(max_len, 800), index, is_absorbed=is_absorbed)
     if not is_absorbed and case.heads > 16:
         case = dataclasses.replace(case, heads=16)
+    # A bound above what is absorbed expands the rows of more than one token.
+    most_query = int(rng.choice([max(PACKED_LENS), 2 * MOST_ABSORBED]))
     row = sum(case.dims[:2])
     widths = (row, case.dims[0]) if is_absorbed else (row, case.dims[0], *case.dims[2:])
     run = run_absorbed if is_absorbed else run_expanded
@@ -268,9 +271,7 @@ def draw_mla_extend(rng, implementation, max_len, index, *, is_absorbed: bool):
         case,
         PACKED_LENS,
         case.max_len,
-        functools.partial(
-            run, implementation=implementation, max_query_len=max(PACKED_LENS)
-        ),
+        functools.partial(run, implementation=implementation, max_query_len=most_query),
         absorbed_rows_oracle if is_absorbed else expanded_rows_oracle,
         functools.partial(
             assert_result,
