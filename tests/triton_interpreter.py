@@ -4,6 +4,7 @@ Triton decides when it is imported whether its functions are compiled or interpr
 so this needs a process of its own that has ``TRITON_INTERPRET=1`` from the start.
 """
 
+import functools as ft
 import os
 import subprocess
 import sys
@@ -63,6 +64,33 @@ class _Executor(interpreter.GridExecutor):
     def _restore_args_dev(self, args_dev, args_hst, kwargs, kwargs_hst):
         pass
 
+    def __call__(self, *args, **kwargs):
+        _patched_modules.clear()
+        super().__call__(*args, **kwargs)
+
+
+_patch_lang = interpreter._patch_lang
+_patched_modules: set[int] = set()
+
+
+@ft.cache
+def _languages(fn) -> set[int]:
+    """Return the ids of the modules that a function knows the language by."""
+    return {id(tl), id(tl.core)} & {id(value) for value in fn.__globals__.values()}
+
+
+def _patch_lang_once(fn):
+    """Patch the language for a function, unless the running kernel has done it.
+
+    Triton does it at every call of a device function, and looks through all names of
+    the language, which takes longer than most of those functions.
+    """
+    modules = _languages(fn)
+    if modules <= _patched_modules:
+        return interpreter._LangPatchScope()
+    _patched_modules.update(modules)
+    return _patch_lang(fn)
+
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
 
@@ -111,6 +139,7 @@ class _Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(data, tl.float32)
 
 
+interpreter._patch_lang = _patch_lang_once
 interpreter._patch_lang_tensor = _patch_for_numpy_2
 interpreter._convert_float = _convert_float
 interpreter.interpreter_builder.__class__ = _Builder
