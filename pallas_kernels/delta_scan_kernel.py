@@ -101,7 +101,6 @@ def delta_scan_kernel(
         states_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
         ROW: tl.constexpr = ROW_WORDS
     key_at = token[:, None] * K + key[None, :]
-    pair_at = tl.arange(0, 2 * C)[:, None] * K + key[None, :]
     value_at = value[:, None] * C + token[None, :]
     token_at = token[:, None] * C + token[None, :]
     out_at = token[:, None] * (H * V) + head * V + value[None, :]
@@ -126,15 +125,16 @@ def delta_scan_kernel(
             )
         for c in tl.range(first, last, num_stages=STAGES):
             tile = ((c - segment) * H + head).to(tl.int64)
-            wq = tl.load(wq_ptr + tile * (2 * C * K) + pair_at)
+            w = tl.load(wq_ptr + tile * (2 * C * K) + key_at)
+            q = tl.load(wq_ptr + tile * (2 * C * K) + C * K + key_at)
             u = tl.load(u_ptr + tile * (C * V) + value_at)
             k = tl.load(decayed_k_ptr + tile * (C * K) + key_at)
             decay = tl.load(decay_ptr + tile * K + key)
             products = tl.load(products_ptr + tile * (C * C) + token_at)
             rounded = S.to(tl.bfloat16)
-            both = tl.reshape(tl.dot(rounded, tl.trans(wq)), (BLOCK_V, 2, C))
-            taken, out = tl.split(tl.trans(both, (0, 2, 1)))
-            new = (u.to(tl.float32) - taken).to(tl.bfloat16)
+            new = u.to(tl.float32) - tl.dot(rounded, tl.trans(w))
+            new = new.to(tl.bfloat16)
+            out = tl.dot(rounded, tl.trans(q))
             S = tl.dot(new, k, S * decay[None, :])
             out = tl.dot(new, tl.trans(products), out)
             start = tl.load(starts_ptr + c).to(tl.int64)

@@ -224,7 +224,7 @@ def short_conv_prefill(
     widths = (channels,) if widths is None else widths
     if sum(widths) != channels or not 1 <= len(widths) <= 3:
         raise ValueError(f"{widths=} must be up to 3 that add up to {channels}")
-    block = 128
+    block = 64
     if len(widths) > 1:
         shared = math.gcd(*widths)
         block = min(block, shared & -shared)
