@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-import models.kimi_delta_attention
 import models.layers
+import ukv.ops.delta_prefill_step
 import ukv.ops.short_conv
 from tests.model_runner import forget_programs
 from tests.test_model_parity import BOUND, chunked_error
@@ -82,12 +82,12 @@ def swap_k_and_v(patch):
 
 
 def swap_k_and_v_of_states(patch):
-    right = models.kimi_delta_attention.DeltaTokens
+    right = ukv.ops.delta_prefill_step.DeltaTokens
 
     def tokens(*, k, v, **others):
         return right(k=v, v=k, **others)
 
-    patch.setattr(models.kimi_delta_attention, "DeltaTokens", tokens)
+    patch.setattr(ukv.ops.delta_prefill_step, "DeltaTokens", tokens)
 
 
 CASES = [
