@@ -47,18 +47,23 @@ class DeltaDecodeConfig:
                 raise ValueError(f"{name}={value} must be a power of two")
 
 
-def default_config(rows: int, values_per_key: int, value_dim: int) -> DeltaDecodeConfig:
+def default_config(
+    rows: int, values_per_key: int, value_dim: int, dtype: str
+) -> DeltaDecodeConfig:
     """Tuning for a batch of so many rows.
 
     Args:
         rows: rows of the batch.
         values_per_key: value heads of a key head.
         value_dim: elements of a value.
+        dtype: of the states.
 
     Returns:
         Small blocks as long as the card has room for more programs, then large ones.
     """
-    block_v, lane_keys = (32, 32) if rows < 8 else (128, 64)
+    block_v = 32 if rows < 8 else 128
+    # A lane's 16 bytes are twice as many keys of bfloat16.
+    lane_keys = 32 if rows < 8 or dtype == "bfloat16" else 64
     smallest = -(-values_per_key * value_dim // MAX_CLUSTER)
     block_v = max(block_v, 1 << (smallest - 1).bit_length())
     return DeltaDecodeConfig(block_v=block_v, tile_v=block_v, lane_keys=lane_keys)
@@ -123,7 +128,7 @@ def delta_decode(
         if dim < 16 or dim & (dim - 1):
             raise ValueError(f"{name}={dim} must be a power of two, at least 16")
     if config is None:
-        config = default_config(rows, heads // num_key_heads, value_dim)
+        config = default_config(rows, heads // num_key_heads, value_dim, state.dtype)
     values_per_key = heads // num_key_heads * value_dim
     lane_keys = min(config.lane_keys, key_dim)
     block_v = min(config.block_v, values_per_key)
