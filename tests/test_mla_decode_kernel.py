@@ -443,7 +443,7 @@ def assert_rows(result, q, rows, kv_lens):
     )
 
 
-# 250 rows of each: 2,000 for an implementation.
+# 250 rows of each: 2,250 for an implementation.
 RANDOM = {
     "P16-H32": (16, 1, 32, "bf16"),
     "P64-Q3-H16": (64, 3, 16, "bf16"),
@@ -453,6 +453,7 @@ RANDOM = {
     "P64-H32-e4m3": (64, 1, 32, "e4m3"),
     "P16-Q3-H16-e4m3": (16, 3, 16, "e4m3"),
     "P128-H20-e4m3": (128, 1, 20, "e4m3"),
+    "P32-H33-e4m3": (32, 1, 33, "e4m3"),
 }
 
 
