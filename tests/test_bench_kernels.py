@@ -175,7 +175,7 @@ def test_table_has_peer_and_target():
 
 def test_a_record_is_printed_as_markdown(monkeypatch, capsys):
     records = benchmark_records()
-    arguments = ["table", str(records / "gqa_h200.json"), "--op", "gqa_decode"]
+    arguments = ["table", str(records / "kernels_h200.json"), "--op", "gqa_decode"]
     for name in ("peers_h200.json", "targets_h200.json"):
         arguments += ["--against", str(records / name)]
     monkeypatch.setattr("sys.argv", [*arguments, "--with-target"])

@@ -99,14 +99,19 @@ def expected(tokens, parameters, row, state):
     )
 
 
-def check(actual, truth, dtype, query_len):
+def check(actual, truth, dtype, query_len, *, row_axes=(0, 1)):
     assert_matches(
         actual,
         truth,
         dtype=dtype,
         reduced_len=query_len + STATE_DIM,
-        row_axes=(0, 1),
+        row_axes=row_axes,
     )
+
+
+def check_outputs(actual, truth, dtype, query_len):
+    """All heads of a token together: the output of one may vanish, its terms do not."""
+    check(actual, truth, dtype, query_len, row_axes=(0,))
 
 
 @pytest.mark.parametrize(("placement", "storage", "dtype"), CASES)
@@ -129,7 +134,7 @@ def test_update_matches_the_oracle(
     for row in (0, 2, 3):
         start = np.zeros(pool.view.shape) if is_fresh[row] else states[slots[row]]
         truth, last = expected(tokens, parameters, row, start)
-        check(out[row], truth, dtype, query_len)
+        check_outputs(out[row], truth, dtype, query_len)
         check(pool.get(after, slots[row]), last, storage, query_len)
     assert np.all(out[1] == 0)
     pool.assert_only_written(before, after, [6, 2, 7])

@@ -89,17 +89,21 @@ class Shape:
         return int(-(-self.kv_lens.max() // self.page_size))
 
     @property
-    def attention_flops(self) -> int:
-        """Operations of the causal products, without the expansion."""
-        of_row = self.query * self.context + self.query * (self.query + 1) // 2
-        seen = self.batch * of_row + self.decode_rows * self.decode_context
-        return 2 * self.heads * seen * (self.head_dim + self.nope_dim)
+    def flops(self) -> int:
+        """The fewest operations: rows expanded or absorbed, whichever is less."""
+        return self._row_flops(self.batch, self.context, self.query) + self._row_flops(
+            self.decode_rows, self.decode_context - 1, 1
+        )
 
-    @property
-    def expansion_flops(self) -> int:
-        """Operations of expanding every cached row once, but those of decode rows."""
-        width = 2 * self.nope_dim
-        return 2 * self.heads * self.batch * self.kv_len * self.latent_dim * width
+    def _row_flops(self, rows: int, context: int, query: int) -> int:
+        pairs = query * context + query * (query + 1) // 2
+        # Keys and values of each head, and the products that make them, once a place.
+        kv_flops = 4 * self.latent_dim * self.nope_dim * (context + query)
+        expanded = 2 * pairs * (self.head_dim + self.nope_dim) + kv_flops
+        # Queries into the latent space, and outputs out of it.
+        q_flops = 4 * self.latent_dim * self.nope_dim * query
+        absorbed = 2 * pairs * (2 * self.latent_dim + self.rope_dim) + q_flops
+        return rows * self.heads * min(expanded, absorbed)
 
     @property
     def scale(self) -> float:
@@ -245,7 +249,7 @@ def _case(num_layers: int, *, small: bool = False, **numbers) -> BenchCase:
         op="mla_extend",
         shape=dataclasses.asdict(shape),
         moved_bytes=_moved_bytes(shape),
-        flops=shape.attention_flops + shape.expansion_flops,
+        flops=shape.flops,
         # bfloat16 rounds keys, values, weights and outputs by up to 2**-9 each.
         max_error=2e-2 if shape.dtype == "bfloat16" else 1e-4,
         implementations=("xla",) if small else kernels("mla_extend", op_case),

@@ -38,13 +38,23 @@ def draw(
     roof = np.minimum(x * ceilings["read_gbps"] / 1e3, ceilings["matmul_tflops"])
     axes.plot(x, roof, color="black", linewidth=1, label="read and matmul ceilings")
     groups = sorted({(line.op, line.name) for line, _ in points})
+    markers = dict(zip(sorted({name for _, name in groups}), "osD^v", strict=False))
+    colors = dict(
+        zip(sorted({op for op, _ in groups}), plt.cm.tab20.colors, strict=False)
+    )
     for op, name in groups:
         mine = [
             (intensity, line.tflops)
             for line, intensity in points
             if (line.op, line.name) == (op, name)
         ]
-        axes.scatter(*zip(*mine, strict=True), s=24, label=f"{op}, {name}")
+        axes.scatter(
+            *zip(*mine, strict=True),
+            s=24,
+            color=colors[op],
+            marker=markers[name],
+            label=f"{op}, {name}",
+        )
     axes.set(
         xscale="log",
         yscale="log",
