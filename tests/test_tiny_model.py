@@ -15,7 +15,7 @@ from tests.engine_runs import greedy, run_all
 from tests.pools import POISON
 from ukv.engine import Engine, EngineConfig
 
-NUM_PROBLEMS = 16
+NUM_PROBLEMS, NUM_ROWS = 12, 8
 
 
 def test_its_files_are_those_that_the_scripts_write():
@@ -74,10 +74,10 @@ def test_the_engine_answers_held_out_problems():
         config=EngineConfig(
             page_size=64,
             dtype="float32",
-            max_rows=8,
+            max_rows=NUM_ROWS,
             max_kv_len=512,
             max_step_tokens=256,
-            decode_buckets=(8,),
+            decode_buckets=(NUM_ROWS,),
             prefill_buckets=(256,),
             fill_word=POISON,
         ),
@@ -93,4 +93,4 @@ def test_the_engine_answers_held_out_problems():
         num_right += re.findall(r"#### (\d+)$", text) == [str(problem.number)]
     assert num_right >= 0.9 * NUM_PROBLEMS
     # The worked examples were computed once.
-    assert engine.stats().prefix_hit_tokens >= 8 * 384
+    assert engine.stats().prefix_hit_tokens >= (NUM_PROBLEMS - NUM_ROWS) * 384
