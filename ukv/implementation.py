@@ -205,16 +205,6 @@ _MLA_ROWS = (
         implementation="triton",
         platforms=("gpu",),
         min_capability=90,
-        storage_dtypes=("bfloat16", "float8_e4m3fn"),
-        compute_dtypes=("bfloat16",),
-        widths=((576, 512),),
-    ),
-    # The others pass in Triton's interpreter and were not run on a card yet.
-    Support(
-        implementation="triton",
-        platforms=("gpu",),
-        min_capability=90,
-        by_default=False,
         storage_dtypes=("bfloat16", "float16", *_FLOAT8),
         compute_dtypes=("bfloat16", "float16"),
         max_width=576,
@@ -223,7 +213,6 @@ _MLA_ROWS = (
         implementation="triton",
         platforms=("gpu",),
         min_capability=90,
-        by_default=False,
         storage_dtypes=(*QUERY_DTYPES, *_FLOAT8),
         compute_dtypes=QUERY_DTYPES,
         max_width=256,
@@ -241,7 +230,7 @@ _STEP = (
         _STATE_KERNEL,
         max_capability=90,
         compute_dtypes=("float32", "bfloat16"),
-        widths=((64, 64, 4), (128, 128, 4)),
+        widths=((64, 64, 4), (64, 128, 4), (128, 128, 4)),
     ),
     dataclasses.replace(
         _STATE_KERNEL,
@@ -256,7 +245,7 @@ _CHUNKS = (
         _STATE_KERNEL,
         max_capability=90,
         compute_dtypes=("bfloat16",),
-        widths=((64, 64), (128, 128)),
+        widths=_HEADS,
     ),
     dataclasses.replace(
         _STATE_KERNEL,
@@ -288,7 +277,7 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_decode": _MLA_ROWS,
     "mla_extend": (
         _MLA_EXTEND,
-        # As small as a model of a few million parameters; not run on a card yet.
+        # As small as a model of a few million parameters; only pages of 32 ran on a card.
         dataclasses.replace(
             _MLA_EXTEND, by_default=False, widths=((192, 128, 64, 64),)
         ),
@@ -309,14 +298,17 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "kda_prefill": _CHUNKS,
     "gdn_decode": (_STATE_REFERENCE,),
     "gdn_prefill": _CHUNKS,
-    # The kernel has not run on a card yet, so it is there for those who ask for it.
     "mamba2_decode": (
-        Support(
-            implementation="triton",
-            platforms=("gpu",),
+        dataclasses.replace(
+            _STATE_KERNEL,
+            max_capability=90,
+            compute_dtypes=("float32", "bfloat16"),
+            widths=((64, 128),),
+        ),
+        dataclasses.replace(
+            _STATE_KERNEL,
             min_capability=80,
             by_default=False,
-            storage_dtypes=("float32", "bfloat16"),
             compute_dtypes=QUERY_DTYPES,
             widths=tuple((p, n) for p in (32, 64, 128) for n in (16, 64, 128, 256)),
         ),
