@@ -277,7 +277,8 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_decode": _MLA_ROWS,
     "mla_extend": (
         _MLA_EXTEND,
-        # As small as a model of a few million parameters; only pages of 32 ran on a card.
+        # As small as a model of a few million parameters. Of its pages only those of 32
+        # tokens ran on a card.
         dataclasses.replace(
             _MLA_EXTEND, by_default=False, widths=((192, 128, 64, 64),)
         ),
