@@ -23,6 +23,7 @@ import triton
 from jax._src.interpreters.mlir import custom_call as _custom_call
 from jax.interpreters import mlir
 from jaxtyping import Array
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -124,10 +125,10 @@ def compile_kernel(
         dict(constants),
         {(i,): [["tt.divisibility", 16]] for i in range(len(dtypes))},
     )
-    with triton.knobs.cache.scope():
-        if not triton.knobs.cache.dir:
+    with knobs.cache.scope():
+        if not knobs.cache.dir:
             # Importing jax_triton empties it, and Triton then refuses to compile.
-            triton.knobs.cache.dir = triton.knobs.cache.get_triton_dir("cache")
+            knobs.cache.dir = knobs.cache.get_triton_dir("cache")
         compiled = triton.compile(
             source,
             target=GPUTarget("cuda", capability, _WARP_THREADS),
