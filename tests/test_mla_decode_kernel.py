@@ -157,6 +157,7 @@ def test_the_example_of_the_pieces():
 @ft.partial(
     jax.jit,
     static_argnames=(
+        "latent_dim",
         "page_size",
         "block_offset",
         "softmax_scale",
@@ -177,6 +178,7 @@ def run_simulated(case, data, *, interpret=True):
             data.pool.buffers[data.view.buffer_index],
             data.pool.table.ids,
             case.batch["kv_lens"],
+            latent_dim=case.dims[0],
             page_size=case.page_size,
             block_offset=data.view.block_offset,
             dtype=data.view.dtype,
@@ -203,6 +205,26 @@ SIMULATED = {
     "P16-Q2-H20-e4m3": KIMI(
         rows=((2, 140), (2, 1), (2, 0)), heads=20, page_size=16, store="e4m3"
     ),
+    "P16-D128": KIMI(
+        rows=((1, 200), (1, 1), (1, 0), (1, 65)), heads=4, dims=(128, 64, 64, 64)
+    ),
+    "P64-Q2-D256": KIMI(
+        rows=((2, 200), (2, 1)), heads=3, page_size=64, dims=(256, 64, 64, 64)
+    ),
+    "P64-D384": KIMI(rows=((1, 200),), heads=4, page_size=64, dims=(384, 64, 64, 64)),
+    "P32-H40-D256": KIMI(
+        rows=((1, 140), (1, 0)), heads=40, page_size=32, dims=(256, 64, 64, 64)
+    ),
+    "P64-H34-D128": KIMI(
+        rows=((1, 140),), heads=34, page_size=64, dims=(128, 64, 64, 64)
+    ),
+    "P32-D256-e4m3": KIMI(
+        rows=((1, 200), (1, 1), (1, 0)),
+        heads=4,
+        page_size=32,
+        store="e4m3",
+        dims=(256, 64, 64, 64),
+    ),
 }
 
 
@@ -210,7 +232,7 @@ SIMULATED = {
 def test_simulated(case):
     data = make_mla(case)
     oracle = absorbed_oracle(case, data, padding=0)
-    assert_result(case, run_simulated(case, data), oracle, width=WIDTH)
+    assert_result(case, run_simulated(case, data), oracle, width=sum(case.dims[:2]))
 
 
 def test_simulated_bits_do_not_depend_on_the_pages():
@@ -267,10 +289,16 @@ def test_simulated_mutations_are_rejected():
         ({"softmax_scale": 0.0}, "softmax_scale=0.0 must be positive"),
         ({"dtype": DTYPES["e5m2"]}, "rows must be bfloat16 or float8_e4m3fn, not"),
         ({"width": 320}, r"q must be bfloat16\[..., 576\]"),
+        ({"latent_dim": 192}, "latent_dim=192 of bfloat16 must be one of 128, 256,"),
+        (
+            {"latent_dim": 128, "dtype": DTYPES["e4m3"]},
+            "latent_dim=128 of float8_e4m3fn must be one of 256, 512",
+        ),
     ],
 )
 def test_wrong_sizes_are_refused(changed, message):
     sizes = {"page_size": 64, "softmax_scale": 1.0, "width": 576, "dtype": BFLOAT16}
+    sizes["latent_dim"] = 512
     sizes |= changed
     q = jnp.zeros((1, 1, 2, sizes.pop("width")), jnp.bfloat16)
     buffer, table = jnp.zeros((64, 288), jnp.uint32), jnp.zeros((1, 1), jnp.int32)
@@ -297,25 +325,31 @@ POOL_ROWS = 1 << 26  # 77 GB: 3.9e10 elements
 
 @requires_h200_compiler
 @pytest.mark.parametrize(
-    ("batch", "query_len", "heads", "page_size", "dtype"),
+    ("batch", "query_len", "heads", "page_size", "dtype", "latent_dim"),
     [
-        (64, 1, 32, 64, "bf16"),
-        (3, 4, 16, 16, "bf16"),
-        (1, 1, 128, 128, "bf16"),
-        (2, 1, 64, 32, "e4m3"),
+        (64, 1, 32, 64, "bf16", 512),
+        (3, 4, 16, 16, "bf16", 512),
+        (1, 1, 128, 128, "bf16", 512),
+        (2, 1, 64, 32, "e4m3", 512),
+        (16, 1, 4, 64, "bf16", 128),
+        (3, 1, 32, 16, "bf16", 256),
+        (2, 1, 16, 64, "bf16", 384),
+        (2, 1, 128, 64, "bf16", 256),
+        (2, 1, 16, 64, "e4m3", 256),
     ],
 )
-def test_compiled_in_place(batch, query_len, heads, page_size, dtype):
-    dtype = DTYPES[dtype]
-    words = WIDTH * dtype.itemsize // 4
+def test_compiled_in_place(batch, query_len, heads, page_size, dtype, latent_dim):
+    dtype, width = DTYPES[dtype], latent_dim + 64
+    words = width * dtype.itemsize // 4
     shapes = (
-        jax.ShapeDtypeStruct((batch, query_len, heads, WIDTH), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, query_len, heads, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((POOL_ROWS, words), jnp.uint32),
         jax.ShapeDtypeStruct((batch, 8), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
     decode = ft.partial(
         mla_decode,
+        latent_dim=latent_dim,
         page_size=page_size,
         block_offset=5,
         softmax_scale=0.1,
@@ -323,8 +357,9 @@ def test_compiled_in_place(batch, query_len, heads, page_size, dtype):
     )
     program = compile_for_h200(decode, *shapes)
     columns = 128 if query_len * heads == 128 else -(-query_len * heads // 32) * 32
-    part_bytes = (batch + MlaDecodeConfig().num_ctas) * columns * (512 + 1) * 4
-    row_bytes = batch * columns * (WIDTH + 512) * 2
+    num_parts = batch + MlaDecodeConfig().num_ctas
+    part_bytes = num_parts * columns * (latent_dim + 1) * 4
+    row_bytes = batch * columns * (width + latent_dim) * 2
     assert program.temp_bytes < part_bytes + 2 * row_bytes + (1 << 20)
     assert pool_sized_copies(program.hlo_text, 1 << 30) == []
 
@@ -333,6 +368,7 @@ def test_compiled_in_place(batch, query_len, heads, page_size, dtype):
 def test_layers_share_one_plan_and_one_command_buffer():
     def attend(pool, table, kv_lens, queries):
         sizes = {"page_size": 64, "softmax_scale": 0.1, "dtype": BFLOAT16}
+        sizes["latent_dim"] = 512
         return pool, [
             mla_decode(q, pool, table, kv_lens, block_offset=layer, **sizes)
             for layer, q in enumerate(queries)
@@ -383,6 +419,37 @@ ON_CARD = {
     "P16-H40-Q2-e4m3": KIMI(
         rows=((2, 3000), (2, 17), (2, 0)), heads=40, page_size=16, store="e4m3"
     ),
+    "P32-H16-e4m3": KIMI(
+        rows=((1, 3000), (1, 33), (1, 0)), heads=16, page_size=32, store="e4m3"
+    ),
+    "P64-H4-D128": KIMI(
+        rows=((1, 3000), (1, 1), (1, 0), (1, 64), (1, 65)),
+        heads=4,
+        page_size=64,
+        dims=(128, 64, 64, 64),
+    ),
+    "P16-H64-D128": KIMI(
+        rows=((1, 3000), (1, 17)), heads=64, page_size=16, dims=(128, 64, 64, 64)
+    ),
+    "P64-H16-Q2-D256": KIMI(
+        rows=((2, 3000), (2, 65)), heads=16, page_size=64, dims=(256, 64, 64, 64)
+    ),
+    "P32-H128-D256": KIMI(
+        rows=((1, 3000), (1, 33)), heads=128, page_size=32, dims=(256, 64, 64, 64)
+    ),
+    "P64-H40-D256-e4m3": KIMI(
+        rows=((1, 3000), (1, 33)),
+        heads=40,
+        page_size=64,
+        store="e4m3",
+        dims=(256, 64, 64, 64),
+    ),
+    "P64-H32-D384": KIMI(
+        rows=((1, 3000), (1, 33)), heads=32, page_size=64, dims=(384, 64, 64, 64)
+    ),
+    "P128-H64-D384": KIMI(
+        rows=((1, 3000), (1, 33)), heads=64, page_size=128, dims=(384, 64, 64, 64)
+    ),
 }
 
 
@@ -392,7 +459,7 @@ def test_on_a_card(case):
     data = make_mla(case)
     oracle = absorbed_oracle(case, data, padding=0)
     result = run_mla_decode(case, data, implementation="mosaic_gpu")
-    assert_result(case, result, oracle, width=WIDTH)
+    assert_result(case, result, oracle, width=sum(case.dims[:2]))
     moved = make_mla(case, seed=1)
     for a, b in zip(
         result, run_mla_decode(case, moved, implementation="mosaic_gpu"), strict=True
@@ -406,31 +473,31 @@ NUM_BLOCKS = 1 << 10
 def run_on_card(
     implementation, q, buffer, table, kv_lens, *, page_size, block_offset, dtype
 ):
-    operands = q, buffer, table, kv_lens
+    operands, width = (q, buffer, table, kv_lens), q.shape[3]
+    sizes = {"latent_dim": width - 64, "softmax_scale": 0.1}
     if implementation == "mosaic_gpu":
         place = {"page_size": page_size, "block_offset": block_offset, "dtype": dtype}
-        return mla_decode(*operands, **place, softmax_scale=0.1)
+        return mla_decode(*operands, **place, **sizes)
     part = PagedPart(
         dtype=dtype,
         num_heads=1,
-        width=WIDTH,
+        width=width,
         page_size=page_size,
         block=block_offset,
-        row_elements=WIDTH,
-        entry_elements=WIDTH,
+        row_elements=width,
+        entry_elements=width,
     )
-    kernels = triton_kernels("mla_decode_triton")
-    return kernels.mla_decode(*operands, part=part, latent_dim=512, softmax_scale=0.1)
+    return triton_kernels("mla_decode_triton").mla_decode(*operands, part=part, **sizes)
 
 
 def assert_rows(result, q, rows, kv_lens):
     """Compare a batch with the oracle; `rows` are the tokens of each row."""
-    outs, lses = [], []
+    outs, lses, width = [], [], q.shape[3]
     for queries, tokens, kv_len in zip(q, rows, kv_lens, strict=True):
         out, lse = oracles.mla_latent_attention(
             queries,
             tokens,
-            latent_dim=512,
+            latent_dim=width - 64,
             context_len=int(kv_len) - len(queries),
             softmax_scale=0.1,
             causal=True,
@@ -439,21 +506,26 @@ def assert_rows(result, q, rows, kv_lens):
         lses.append(lse)
     case = KIMI(rows=((1, int(kv_lens.max()) + 1),))
     assert_result(
-        case, flat(result), (np.concatenate(outs), np.concatenate(lses)), width=WIDTH
+        case, flat(result), (np.concatenate(outs), np.concatenate(lses)), width=width
     )
 
 
-# 250 rows of each: 2,250 for an implementation.
+# 250 rows of each: 3,500 for an implementation.
 RANDOM = {
-    "P16-H32": (16, 1, 32, "bf16"),
-    "P64-Q3-H16": (64, 3, 16, "bf16"),
-    "P32-H128": (32, 1, 128, "bf16"),
-    "P128-Q2-H16": (128, 2, 16, "bf16"),
-    "P64-H7": (64, 1, 7, "bf16"),
-    "P64-H32-e4m3": (64, 1, 32, "e4m3"),
-    "P16-Q3-H16-e4m3": (16, 3, 16, "e4m3"),
-    "P128-H20-e4m3": (128, 1, 20, "e4m3"),
-    "P32-H33-e4m3": (32, 1, 33, "e4m3"),
+    "P16-H32": (16, 1, 32, "bf16", 512),
+    "P64-Q3-H16": (64, 3, 16, "bf16", 512),
+    "P32-H128": (32, 1, 128, "bf16", 512),
+    "P128-Q2-H16": (128, 2, 16, "bf16", 512),
+    "P64-H7": (64, 1, 7, "bf16", 512),
+    "P64-H32-e4m3": (64, 1, 32, "e4m3", 512),
+    "P16-Q3-H16-e4m3": (16, 3, 16, "e4m3", 512),
+    "P128-H20-e4m3": (128, 1, 20, "e4m3", 512),
+    "P32-H33-e4m3": (32, 1, 33, "e4m3", 512),
+    "P64-H4-D128": (64, 1, 4, "bf16", 128),
+    "P16-Q2-H4-D128": (16, 2, 4, "bf16", 128),
+    "P32-H32-D256": (32, 1, 32, "bf16", 256),
+    "P64-H64-D256": (64, 1, 64, "bf16", 256),
+    "P32-Q2-H16-D256-e4m3": (32, 2, 16, "e4m3", 256),
 }
 
 
@@ -461,10 +533,11 @@ RANDOM = {
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize("numbers", RANDOM.values(), ids=RANDOM.keys())
 def test_random_batches_on_a_card(implementation, numbers):
-    page_size, query_len, heads, store = numbers
+    page_size, query_len, heads, store, latent_dim = numbers
+    width = latent_dim + 64
     rng = np.random.default_rng(page_size + heads)
     num_rows, num_batches, max_pages = 10, 25, 1024 // page_size
-    values = rng.standard_normal((NUM_BLOCKS * page_size, WIDTH), np.float32)
+    values = rng.standard_normal((NUM_BLOCKS * page_size, width), np.float32)
     values = values.astype(DTYPES[store])
     buffer = jnp.asarray(values.view(np.uint32))
     run = jax.jit(
@@ -485,7 +558,7 @@ def test_random_batches_on_a_card(implementation, numbers):
         tokens = (table + 2)[:, :, None] * page_size + np.arange(page_size)
         tokens = tokens.reshape(num_rows, -1)
         rows = [values[ids[:n]] for ids, n in zip(tokens, kv_lens, strict=True)]
-        q = rng.standard_normal((num_rows, query_len, heads, WIDTH))
+        q = rng.standard_normal((num_rows, query_len, heads, width))
         q = q.astype(BFLOAT16)
         result = run(
             jnp.asarray(q),

@@ -90,6 +90,21 @@ def test_a_refusal_says_why_and_what_works(target, changed, message):
         resolve("op", "mosaic_gpu", case(**changed), target=target)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"widths": (256, 192)},
+        {"widths": (288, 256)},
+        {"widths": (192, 128), "storage_dtype": "float8_e4m3fn"},
+    ],
+)
+def test_latent_rows_without_a_kernel_for_hopper_are_for_triton(changed):
+    for op in ("mla_decode", "mla_extend_absorbed"):
+        assert resolve(op, None, case(**changed), target=H200) == "triton"
+        with pytest.raises(UnsupportedError, match=r"works 'triton', 'xla'$"):
+            resolve(op, "mosaic_gpu", case(**changed), target=H200)
+
+
 def test_a_line_on_request_is_not_taken_by_default(monkeypatch):
     lines = (
         Support(implementation="triton", by_default=False),

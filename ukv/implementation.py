@@ -179,26 +179,22 @@ _MLA_EXTEND = dataclasses.replace(
     storage_dtypes=("bfloat16", *_FLOAT8),
     widths=((576, 512, 128, 128),),
 )
+_MLA_HOPPER = dataclasses.replace(_GQA_EXTEND, widths=((576, 512),))
 _MLA_ROWS = (
-    Support(
-        implementation="mosaic_gpu",
-        platforms=("gpu",),
-        min_capability=90,
-        max_capability=90,
-        page_sizes=(16, 32, 64, 128),
-        storage_dtypes=("bfloat16",),
-        compute_dtypes=("bfloat16",),
-        widths=((576, 512),),
+    _MLA_HOPPER,
+    dataclasses.replace(
+        _MLA_HOPPER, page_sizes=(16, 64, 128), storage_dtypes=("float8_e4m3fn",)
     ),
-    Support(
-        implementation="mosaic_gpu",
-        platforms=("gpu",),
-        min_capability=90,
-        max_capability=90,
-        page_sizes=(16, 64, 128),
+    dataclasses.replace(
+        _MLA_HOPPER,
+        by_default=False,
+        widths=tuple((latent + 64, latent) for latent in (128, 256, 384)),
+    ),
+    dataclasses.replace(
+        _MLA_HOPPER,
+        by_default=False,
         storage_dtypes=("float8_e4m3fn",),
-        compute_dtypes=("bfloat16",),
-        widths=((576, 512),),
+        widths=((320, 256), (576, 512)),
     ),
     # What a program holds of queries and keys takes all of its shared memory.
     Support(
@@ -386,7 +382,7 @@ def resolve(
         _LOGGER.debug("%s runs on %s", op, implementation)
         return implementation
     why = refusals.get(implementation, "does not exist")
-    alternatives = ", ".join(repr(name) for name in works) or "nothing"
+    alternatives = ", ".join(map(repr, dict.fromkeys(works))) or "nothing"
     raise UnsupportedError(
         f"{op}: implementation {implementation!r} {why}; for {case} works "
         f"{alternatives}"

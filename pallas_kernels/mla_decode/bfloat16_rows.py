@@ -1,9 +1,14 @@
 """Rows of bfloat16 in shared memory, and the products with them.
 
-A tile comes in three chunks of 192 elements of its 64 rows, through a ring of six.
-(More of them in flight were slower on an H200: 150.5 against 148 us at batch 64 x
-8192.) V is the first 512 elements of K, so the last chunk is value and rope.
+A tile comes in chunks of its 64 rows, through a ring. V is the first part of K, so the
+last chunk is value and rope. Rows of 512 + 64 are cut in three chunks of 192, for a
+ring of six. (More of them in flight were slower on an H200: 150.5 against 148 us at
+batch 64 x 8192.) Other rows come whole: they have no equal parts of multiples of 64
+elements but 64 itself, and such small chunks were slower.
 """
+
+import dataclasses
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -11,85 +16,136 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.config import (
     ACC,
-    LATENT_DIM,
     NARROW_COLUMNS,
-    ROW_DIM,
+    ROPE_DIM,
     SWIZZLE,
     TILE,
 )
 from pallas_kernels.mla_decode.softmax import accumulate, clear_tail
 
-STORAGE_DTYPE = OPERAND_DTYPE = jnp.bfloat16
-ROW_WIDTH = ROW_DIM
-CHUNK = 192
-CHUNKS = ROW_DIM // CHUNK
-RING = 6
-VALUE_SCALE = 1.0
-SCORERS = 1
-REGISTERS = {"scores": 160, "values": 240, "loads": 40}
-"""Of a thread, by role; the three warpgroups share 512."""
-# Latent elements in each chunk.
-WIDTHS = tuple(min(CHUNK, LATENT_DIM - c * CHUNK) for c in range(CHUNKS))
-OUTPUT_DTYPE, OUTPUT_WIDTH = jnp.bfloat16, LATENT_DIM
-STAGES = PART_STAGES = tuple((c * CHUNK, width) for c, width in enumerate(WIDTHS))
-"""Start and width of the pieces in which outputs leave, and parts of them."""
-OUTPUT_SWIZZLE = SWIZZLE
-ACCUMULATORS = tuple((c, 0, width) for c, width in enumerate(WIDTHS))
-"""Stage of parts, start in the stage and rows of the accumulators of outputs."""
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bfloat16Rows:
+    """How rows of bfloat16 are held and multiplied.
 
-def prepare_queries(q):
-    """Return query columns ``[rows, operands, columns, elements]``."""
-    return q[:, None]
+    Attributes:
+      latent_dim: Elements of a row that are key and value.
+    """
 
+    latent_dim: int
 
-def outputs(accs, *, interpret):
-    """Return what is stored of a row: stage, start in the stage, transposed."""
-    del interpret
-    return [(c, 0, acc.astype(OUTPUT_DTYPE)) for c, acc in enumerate(accs)]
+    RINGS: ClassVar = {128: (1, 6), 256: (1, 4), 384: (1, 2), 512: (3, 6)}
+    """Chunks of a tile and of the ring, by ``latent_dim``."""
+    storage_dtype: ClassVar = jnp.bfloat16
+    operand_dtype: ClassVar = jnp.bfloat16
+    output_dtype: ClassVar = jnp.bfloat16
+    output_swizzle: ClassVar = SWIZZLE
+    value_scale: ClassVar = 1.0
+    scorers: ClassVar = 1
+    registers: ClassVar = {"scores": 160, "values": 240, "loads": 40}
+    """Of a thread, by role; the three warpgroups share 512."""
 
+    @property
+    def row_width(self) -> int:
+        """Elements of a row, of the storage dtype."""
+        return self.latent_dim + ROPE_DIM
 
-def scratch():
-    """Shared memory of queries, ring and queries' arrivals."""
-    q = plgpu.SMEM((1, NARROW_COLUMNS, ROW_DIM), OPERAND_DTYPE, transforms=SWIZZLE)
-    ring = plgpu.SMEM((RING, TILE, CHUNK), OPERAND_DTYPE, transforms=SWIZZLE)
-    return q, ring
+    @property
+    def output_width(self) -> int:
+        """Elements of an output, of the output dtype."""
+        return self.latent_dim
 
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile."""
+        return self.RINGS[self.latent_dim][0]
 
-def chunk_of(piece_ref, chunk: int):
-    """Return the part of a piece that belongs to a chunk."""
-    return piece_ref.at[:, pl.ds(chunk * CHUNK, CHUNK)]
+    @property
+    def ring(self) -> int:
+        """Chunks of the ring."""
+        return self.RINGS[self.latent_dim][1]
 
+    @property
+    def chunk(self) -> int:
+        """Elements of a row in a chunk."""
+        return self.row_width // self.chunks
 
-def score(q_smem, ring_smem, slots, wait, zero, *, interpret):
-    """Return the products of the keys of a tile with the queries."""
-    del interpret
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """Start and width of the pieces in which outputs leave: values of a chunk."""
+        starts = range(0, self.row_width, self.chunk)
+        return tuple((s, min(self.chunk, self.latent_dim - s)) for s in starts)
 
-    def multiply(acc_ref):
-        for c, slot in enumerate(slots):
-            wait(slot)
-            q_chunk = q_smem.at[zero, :, pl.ds(c * CHUNK, CHUNK)]
-            plgpu.wgmma(acc_ref, ring_smem.at[slot], q_chunk.transpose((1, 0)))
-        return acc_ref[...]
+    @property
+    def part_stages(self) -> tuple[tuple[int, int], ...]:
+        """And parts of them."""
+        return self.stages
 
-    return pl.run_scoped(multiply, ACC((TILE, NARROW_COLUMNS), jnp.float32))
+    @property
+    def accumulators(self) -> tuple[tuple[int, int, int], ...]:
+        """Stage of parts, start in the stage and rows of the accumulators."""
+        return tuple((c, 0, width) for c, (_, width) in enumerate(self.stages))
 
+    def prepare_queries(self, q):
+        """Return query columns ``[rows, operands, columns, elements]``."""
+        return q[:, None]
 
-def clear_values(ring_smem, slots, valid):
-    """Zero the values of a tile from a token on."""
-    for slot, width in zip(slots, WIDTHS, strict=True):
-        clear_tail(ring_smem.at[slot], valid, width)
+    def outputs(self, accs, *, interpret):
+        """Return what is stored of a row: stage, start in the stage, transposed."""
+        del interpret
+        return [(c, 0, acc.astype(self.output_dtype)) for c, acc in enumerate(accs)]
 
+    def scratch(self) -> tuple[Any, Any]:
+        """Shared memory of queries and ring."""
+        q = (1, NARROW_COLUMNS, self.row_width)
+        ring = (self.ring, TILE, self.chunk)
+        return (
+            plgpu.SMEM(q, self.operand_dtype, transforms=SWIZZLE),
+            plgpu.SMEM(ring, self.operand_dtype, transforms=SWIZZLE),
+        )
 
-def add_weighted(accs, ring_smem, slots, p_smem, free, *, interpret):
-    """Return ``accs`` plus the products of the values of a tile with the weights."""
+    def chunk_of(self, piece_ref, chunk: int):
+        """Return the part of a piece that belongs to a chunk."""
+        return piece_ref.at[:, pl.ds(chunk * self.chunk, self.chunk)]
 
-    def multiply(acc_refs):
-        for acc_ref, slot, width in zip(acc_refs, slots, WIDTHS, strict=True):
-            v = ring_smem.at[slot, :, pl.ds(0, width)]
-            plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
-        for c, slot in enumerate(slots):
-            plgpu.wgmma_wait(CHUNKS - 1 - c)
-            free(slot)
+    def score(self, q_smem, ring_smem, slots, wait, zero, *, interpret):
+        """Return the products of the keys of a tile with the queries."""
+        del interpret
 
-    return accumulate(multiply, accs, interpret=interpret)
+        def multiply(acc_ref):
+            for c, slot in enumerate(slots):
+                wait(slot)
+                q_chunk = q_smem.at[zero, :, pl.ds(c * self.chunk, self.chunk)]
+                plgpu.wgmma(acc_ref, ring_smem.at[slot], q_chunk.transpose((1, 0)))
+            return acc_ref[...]
+
+        return pl.run_scoped(multiply, ACC((TILE, NARROW_COLUMNS), jnp.float32))
+
+    def clear_values(self, ring_smem, slots, valid):
+        """Zero the values of a tile from a token on."""
+        for slot, (_, width) in zip(slots, self.stages, strict=True):
+            clear_tail(ring_smem.at[slot], valid, width)
+
+    def add_weighted(self, accs, ring_smem, slots, p_smem, free, *, interpret):
+        """Return ``accs`` plus the products of the values of a tile with the weights.
+
+        Args:
+          accs: Accumulators, transposed.
+          ring_smem: The ring.
+          slots: The chunks of the tile, in the ring.
+          p_smem: The weights.
+          free: Called with each slot once its values are used.
+          interpret: Parameters of the simulator, or False.
+        """
+
+        def multiply(acc_refs):
+            for acc_ref, slot, (_, width) in zip(
+                acc_refs, slots, self.stages, strict=True
+            ):
+                v = ring_smem.at[slot, :, pl.ds(0, width)]
+                plgpu.wgmma(acc_ref, v.transpose((1, 0)), p_smem.transpose((1, 0)))
+            for c, slot in enumerate(slots):
+                plgpu.wgmma_wait(self.chunks - 1 - c)
+                free(slot)
+
+        return accumulate(multiply, accs, interpret=interpret)

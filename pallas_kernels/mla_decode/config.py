@@ -1,4 +1,4 @@
-"""Sizes that the kernels are built for, and what may be tuned."""
+"""What the kernels are built for, and what may be tuned."""
 
 import dataclasses
 from typing import Any
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LATENT_DIM = 512
-ROPE_DIM = 64
-ROW_DIM = LATENT_DIM + ROPE_DIM
 TILE = 64
 """Tokens of a tile: the rows of a wgmma."""
+
+ROPE_DIM = 64
+"""Elements of a row that are only key."""
 
 PAGE_SIZES = (16, 32, 64, 128)
 NARROW_COLUMNS = 32
@@ -54,6 +54,7 @@ class Call:
     """What is fixed when a kernel is built.
 
     Attributes:
+      latent_dim: Elements of a row that are key and value.
       num_rows: Rows of the batch.
       query_len: Query tokens of a row.
       num_heads: Heads of a query token; columns past all of them are padding.
@@ -65,6 +66,7 @@ class Call:
       interpret: Parameters of the simulator, or False.
     """
 
+    latent_dim: int
     num_rows: int
     query_len: int
     num_heads: int
@@ -92,7 +94,7 @@ class Call:
         return (
             jax.ShapeDtypeStruct((rows, columns, width), dtype),
             jax.ShapeDtypeStruct((rows, columns), jnp.float32),
-            jax.ShapeDtypeStruct((parts, columns, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((parts, columns, self.latent_dim), jnp.float32),
             jax.ShapeDtypeStruct((parts, columns), jnp.float32),
         )
 

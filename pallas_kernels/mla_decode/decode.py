@@ -14,16 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.card import num_multiprocessors
-from pallas_kernels.mla_decode import bfloat16_rows, float8_rows, narrow, wide
+from pallas_kernels.mla_decode import narrow, wide
+from pallas_kernels.mla_decode.bfloat16_rows import Bfloat16Rows
 from pallas_kernels.mla_decode.config import (
-    LATENT_DIM,
     NARROW_COLUMNS,
     PAGE_SIZES,
-    ROW_DIM,
+    ROPE_DIM,
     WIDE_COLUMNS,
     Call,
     MlaDecodeConfig,
 )
+from pallas_kernels.mla_decode.float8_rows import Float8Rows
 from pallas_kernels.mla_decode.merge import merge_apart
 from pallas_kernels.mla_decode.pages import piece_size
 from pallas_kernels.mla_decode.plan import plan_work
@@ -31,8 +32,8 @@ from pallas_kernels.mla_decode.work import Sources
 from pallas_kernels.tuning import tuned_config
 
 ROWS = {
-    np.dtype(jnp.bfloat16): bfloat16_rows,
-    np.dtype(jnp.float8_e4m3fn): float8_rows,
+    np.dtype(jnp.bfloat16): Bfloat16Rows,
+    np.dtype(jnp.float8_e4m3fn): Float8Rows,
 }
 
 
@@ -42,6 +43,7 @@ def mla_decode(
     table: Int32[Array, "rows max_pages"],
     kv_lens: Int32[Array, " rows"],
     *,
+    latent_dim: int,
     page_size: int,
     block_offset: int,
     softmax_scale: float,
@@ -54,8 +56,8 @@ def mla_decode(
 ]:
     """Attend the same few query tokens for each row of a batch.
 
-    A token of the pool is 576 elements in a row: 512 of them are key and value, the
-    last 64 only key. Token i of block b is row ``(b + block_offset) * page_size + i``
+    A token of the pool is a row of elements: most of them are key and value, the last
+    64 only key. Token i of block b is row ``(b + block_offset) * page_size + i``
     of the buffer seen as such rows.
 
     Rows of float8_e4m3fn become float16, which is exact, and so do the queries, which
@@ -75,6 +77,8 @@ def mla_decode(
         buffer: The whole pool; it is read in place.
         table: Block ids of the pages of each row.
         kv_lens: Tokens of each row, its query tokens included; 0 for a padded row.
+        latent_dim: Elements of a row that are also the value: 128, 256, 384 or 512 in
+            bfloat16, 256 or 512 in float8_e4m3fn.
         page_size: Tokens per page: 16, 32, 64 or 128.
         block_offset: The layer's constant, in blocks.
         softmax_scale: Factor of ``q . k``, positive.
@@ -91,18 +95,23 @@ def mla_decode(
         ValueError: Sizes or dtypes that the kernels do not have.
     """
     num_rows, query_len, num_heads, row_dim = q.shape
-    if q.dtype != jnp.bfloat16 or row_dim != ROW_DIM:
-        raise ValueError(f"q must be bfloat16[..., {ROW_DIM}], not {q.dtype}{q.shape}")
     if dtype not in ROWS:
         raise ValueError(f"rows must be {' or '.join(map(str, ROWS))}, not {dtype}")
+    if latent_dim not in ROWS[dtype].RINGS:
+        allowed = ", ".join(map(str, ROWS[dtype].RINGS))
+        raise ValueError(f"{latent_dim=} of {dtype} must be one of {allowed}")
+    if q.dtype != jnp.bfloat16 or row_dim != latent_dim + ROPE_DIM:
+        raise ValueError(
+            f"q must be bfloat16[..., {latent_dim + ROPE_DIM}], not {q.dtype}{q.shape}"
+        )
     if page_size not in PAGE_SIZES:
         raise ValueError(f"{page_size=} must be one of {PAGE_SIZES}")
-    if buffer.size % (page_size * ROW_DIM * dtype.itemsize // 4):
+    if buffer.size % (page_size * row_dim * dtype.itemsize // 4):
         raise ValueError(f"{buffer.shape=} must hold whole blocks of {page_size=}")
     if softmax_scale <= 0.0:
         raise ValueError(f"{softmax_scale=} must be positive")
     if q.size == 0:
-        return q[..., :LATENT_DIM], jnp.zeros(q.shape[:3], jnp.float32)
+        return q[..., :latent_dim], jnp.zeros(q.shape[:3], jnp.float32)
     if config is None:
         key = {
             "heads": num_heads,
@@ -120,6 +129,7 @@ def mla_decode(
         kv_lens,
         # An array, so that all layers share one program.
         jnp.full((1,), block_offset, jnp.int32),
+        latent_dim=latent_dim,
         page_size=page_size,
         softmax_scale=softmax_scale,
         dtype=dtype,
@@ -130,7 +140,14 @@ def mla_decode(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("page_size", "softmax_scale", "dtype", "config", "interpret"),
+    static_argnames=(
+        "latent_dim",
+        "page_size",
+        "softmax_scale",
+        "dtype",
+        "config",
+        "interpret",
+    ),
 )
 def _mla_decode(
     q,
@@ -139,17 +156,18 @@ def _mla_decode(
     kv_lens,
     block_offset,
     *,
+    latent_dim,
     page_size,
     softmax_scale,
     dtype,
     config,
     interpret,
 ):
-    num_rows, query_len, num_heads, _ = q.shape
+    num_rows, query_len, num_heads, row_dim = q.shape
     used = query_len * num_heads
-    columns = q.reshape(num_rows, used, ROW_DIM)
-    rows = ROWS[dtype]
-    is_wide = used > NARROW_COLUMNS and rows is bfloat16_rows
+    columns = q.reshape(num_rows, used, row_dim)
+    rows = ROWS[dtype](latent_dim=latent_dim)
+    is_wide = used > NARROW_COLUMNS and isinstance(rows, Bfloat16Rows)
     width = WIDE_COLUMNS if is_wide else NARROW_COLUMNS
     groups = -(-used // width)
     if is_wide and groups > 1:
@@ -158,6 +176,7 @@ def _mla_decode(
     if padding:
         columns = jnp.pad(columns, ((0, 0), (0, padding), (0, 0)))
     call = Call(
+        latent_dim=latent_dim,
         num_rows=num_rows,
         query_len=query_len,
         num_heads=num_heads,
@@ -176,9 +195,9 @@ def _mla_decode(
         num_ctas=call.num_ctas,
         min_tiles=config.min_tiles,
     )
-    words = ROW_DIM * dtype.itemsize // 4
-    pool = lax.bitcast_convert_type(buffer.reshape(-1, words), rows.STORAGE_DTYPE)
-    pool = pool.reshape(-1, piece_size(page_size), rows.ROW_WIDTH)
+    words = row_dim * dtype.itemsize // 4
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, words), rows.storage_dtype)
+    pool = pool.reshape(-1, piece_size(page_size), rows.row_width)
     sources = Sources(plan=plan, table=table, block_offset=block_offset)
     if is_wide:
         results = wide.attend(columns, pool, sources, call)
@@ -188,8 +207,8 @@ def _mla_decode(
     out, lse = merge_apart(results, plan, call) if interpret else results[:2]
     if out.dtype != jnp.bfloat16:  # words of two
         out = lax.bitcast_convert_type(out, jnp.bfloat16)
-        out = out.reshape(*out.shape[:2], LATENT_DIM)
+        out = out.reshape(*out.shape[:2], latent_dim)
     return (
-        out[:, :used].reshape(num_rows, query_len, num_heads, LATENT_DIM),
+        out[:, :used].reshape(num_rows, query_len, num_heads, latent_dim),
         lse[:, :used].reshape(num_rows, query_len, num_heads),
     )

@@ -13,8 +13,9 @@ Operands stay in registers. Through shared memory they would take 360 KB of its 
 for each tile, 1.6 us, and the tile is there after 1.1 us.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -22,9 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.config import (
     ACC,
-    LATENT_DIM,
     NARROW_COLUMNS,
-    ROW_DIM,
+    ROPE_DIM,
     SWIZZLE_32_BITS,
     TILE,
     zeros,
@@ -35,27 +35,9 @@ from pallas_kernels.mla_decode.words import (
     split_pairs,
 )
 
-STORAGE_DTYPE, OPERAND_DTYPE = jnp.uint16, jnp.float16
-MAX_QUERY = float(jnp.finfo(OPERAND_DTYPE).max)
-ROW_WIDTH = ROW_DIM // 2
-VALUE_PAIRS = LATENT_DIM // 2
-CHUNKS = 1
-RING = 4
 KEY_STEP = 32
-VALUE_SCALE = 2.0**8
-"""Of values against operands."""
-SCORERS = 2
-REGISTERS = {"scores": 120, "values": 232, "loads": 40}
-"""Of a thread, by role; the four warpgroups share 512."""
 BLOCK = 64
-BLOCKS = VALUE_PAIRS // BLOCK
-OUTPUT_DTYPE, OUTPUT_WIDTH = jnp.uint32, VALUE_PAIRS
-STAGES, OUTPUT_SWIZZLE = ((0, VALUE_PAIRS),), SWIZZLE_32_BITS
-"""Start and width of the pieces in which outputs leave."""
-PART_STAGES = ((0, VALUE_PAIRS), (VALUE_PAIRS, VALUE_PAIRS))
-"""And parts of them: even elements, then odd ones."""
-ACCUMULATORS = tuple((k, c * BLOCK, BLOCK) for k in range(2) for c in range(BLOCKS))
-"""Stage of parts, start in the stage and rows of the accumulators of outputs."""
+"""Pairs that are made operands at a time: of keys, and of values."""
 
 # 288 pairs are no multiple of 64.
 SWIZZLE_PAIRS = (
@@ -64,80 +46,141 @@ SWIZZLE_PAIRS = (
 )
 
 
-def prepare_queries(q):
-    """Return query columns ``[rows, operands, columns, elements]``.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Rows:
+    """How rows of e4m3 are held and multiplied.
 
-    Float16 has more digits than bfloat16, but a smaller range: what is above it becomes
-    its largest number.
+    Attributes:
+      latent_dim: Elements of a row that are key and value.
     """
-    q = jnp.clip(q.astype(jnp.float32), -MAX_QUERY, MAX_QUERY).astype(OPERAND_DTYPE)
-    q = jnp.moveaxis(q.reshape(*q.shape[:2], -1, 2, 2), 3, 1)
-    return q.reshape(*q.shape[:3], -1)
 
+    latent_dim: int
 
-def outputs(accs, *, interpret):
-    """Return what is stored of a row: stage, start in the stage, transposed words."""
-    pack = functools.partial(
-        pack_bfloat16, layout=plgpu.Layout.WGMMA, interpret=interpret
-    )
-    evens, odds = accs[:BLOCKS], accs[BLOCKS:]
-    words = [pack(*pair) for pair in zip(evens, odds, strict=True)]
-    return [(0, c * BLOCK, x) for c, x in enumerate(words)]
+    RINGS: ClassVar = {256: 7, 512: 4}
+    """Tiles of the ring, by ``latent_dim``."""
+    storage_dtype: ClassVar = jnp.uint16
+    operand_dtype: ClassVar = jnp.float16
+    output_dtype: ClassVar = jnp.uint32
+    output_swizzle: ClassVar = SWIZZLE_32_BITS
+    value_scale: ClassVar = 2.0**8
+    """Of values against operands."""
+    scorers: ClassVar = 2
+    registers: ClassVar = {"scores": 120, "values": 232, "loads": 40}
+    """Of a thread, by role; the four warpgroups share 512."""
+    chunks: ClassVar = 1
+    """Chunks of a tile."""
 
+    @property
+    def row_width(self) -> int:
+        """Pairs of a row."""
+        return (self.latent_dim + ROPE_DIM) // 2
 
-def scratch():
-    """Shared memory of queries and ring."""
-    q = (2, NARROW_COLUMNS, ROW_WIDTH)
-    ring = (RING, TILE, ROW_WIDTH)
-    return (
-        plgpu.SMEM(q, OPERAND_DTYPE, transforms=SWIZZLE_PAIRS),
-        plgpu.SMEM(ring, STORAGE_DTYPE, transforms=SWIZZLE_PAIRS),
-    )
+    @property
+    def output_width(self) -> int:
+        """Words of an output, which has as many as a row has pairs of values."""
+        return self.latent_dim // 2
 
+    @property
+    def ring(self) -> int:
+        """Chunks of the ring."""
+        return self.RINGS[self.latent_dim]
 
-def chunk_of(piece_ref, chunk: int):
-    """Return the part of a piece that belongs to a chunk: all of it."""
-    del chunk
-    return piece_ref
+    @property
+    def blocks(self) -> int:
+        """Blocks of the values of a row."""
+        return self.output_width // BLOCK
 
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """Start and width of the pieces in which outputs leave."""
+        return ((0, self.output_width),)
 
-def score(q_smem, ring_smem, slots, wait, zero, *, interpret):
-    """Return the products of the keys of a tile with the queries."""
-    (slot,) = slots
-    wait(slot)
+    @property
+    def part_stages(self) -> tuple[tuple[int, int], ...]:
+        """And parts of them: even elements, then odd ones."""
+        width = self.output_width
+        return (0, width), (width, width)
 
-    def products_of(start):
-        at = pl.ds(start, KEY_STEP)
-        pairs = plgpu.load(ring_smem.at[slot, :, at], layout=plgpu.Layout.WGMMA)
-        return [
-            (0, keys, q_smem.at[k + zero, :, at].transpose((1, 0)))
-            for k, keys in enumerate(split_pairs(pairs, interpret=interpret))
-        ]
+    @property
+    def accumulators(self) -> tuple[tuple[int, int, int], ...]:
+        """Stage of parts, start in the stage and rows of the accumulators."""
+        blocks = range(self.blocks)
+        return tuple((k, c * BLOCK, BLOCK) for k in range(2) for c in blocks)
 
-    no_scores = zeros((TILE, NARROW_COLUMNS), plgpu.Layout.WGMMA)
-    starts = range(0, ROW_WIDTH, KEY_STEP)
-    return _add_products((no_scores,), products_of, starts, interpret=interpret)[0]
+    def prepare_queries(self, q):
+        """Return query columns ``[rows, operands, columns, elements]``.
 
+        Float16 has more digits than bfloat16, but a smaller range: what is above it
+        becomes its largest number.
+        """
+        largest = float(jnp.finfo(self.operand_dtype).max)
+        q = jnp.clip(q.astype(jnp.float32), -largest, largest)
+        q = q.astype(self.operand_dtype)
+        q = jnp.moveaxis(q.reshape(*q.shape[:2], -1, 2, 2), 3, 1)
+        return q.reshape(*q.shape[:3], -1)
 
-def clear_values(ring_smem, slots, valid):
-    """Do nothing: no byte becomes a NaN, and a weight of zero removes the others."""
+    def outputs(self, accs, *, interpret):
+        """Return what is stored of a row: stage, start, transposed words."""
+        pack = functools.partial(
+            pack_bfloat16, layout=plgpu.Layout.WGMMA, interpret=interpret
+        )
+        evens, odds = accs[: self.blocks], accs[self.blocks :]
+        words = [pack(*pair) for pair in zip(evens, odds, strict=True)]
+        return [(0, c * BLOCK, x) for c, x in enumerate(words)]
 
+    def scratch(self) -> tuple[Any, Any]:
+        """Shared memory of queries and ring."""
+        q = (2, NARROW_COLUMNS, self.row_width)
+        ring = (self.ring, TILE, self.row_width)
+        return (
+            plgpu.SMEM(q, self.operand_dtype, transforms=SWIZZLE_PAIRS),
+            plgpu.SMEM(ring, self.storage_dtype, transforms=SWIZZLE_PAIRS),
+        )
 
-def add_weighted(accs, ring_smem, slots, p_smem, free, *, interpret):
-    """Return ``accs`` plus the products of the values of a tile with the weights."""
-    (slot,) = slots
+    def chunk_of(self, piece_ref, chunk: int):
+        """Return the part of a piece that belongs to a chunk: all of it."""
+        del chunk
+        return piece_ref
 
-    def products_of(block):
-        v = ring_smem.at[slot, :, pl.ds(block * BLOCK, BLOCK)]
-        pairs = plgpu.load(v.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-        return [
-            (k * BLOCKS + block, values, p_smem.transpose((1, 0)))
-            for k, values in enumerate(split_elements(pairs, interpret=interpret))
-        ]
+    def score(self, q_smem, ring_smem, slots, wait, zero, *, interpret):
+        """Return the products of the keys of a tile with the queries."""
+        (slot,) = slots
+        wait(slot)
 
-    accs = _add_products(accs, products_of, range(BLOCKS), interpret=interpret)
-    free(slot)
-    return accs
+        def products_of(start):
+            at = pl.ds(start, KEY_STEP)
+            pairs = plgpu.load(ring_smem.at[slot, :, at], layout=plgpu.Layout.WGMMA)
+            return [
+                (0, keys, q_smem.at[k + zero, :, at].transpose((1, 0)))
+                for k, keys in enumerate(split_pairs(pairs, interpret=interpret))
+            ]
+
+        no_scores = zeros((TILE, NARROW_COLUMNS), plgpu.Layout.WGMMA)
+        starts = range(0, self.row_width, KEY_STEP)
+        return _add_products((no_scores,), products_of, starts, interpret=interpret)[0]
+
+    def clear_values(self, ring_smem, slots, valid):
+        """Do nothing: no byte becomes a NaN, and a weight of zero removes the rest."""
+
+    def add_weighted(self, accs, ring_smem, slots, p_smem, free, *, interpret):
+        """Return ``accs`` plus the products of the values of a tile with the weights.
+
+        Arguments are those of `Bfloat16Rows.add_weighted`.
+        """
+        (slot,) = slots
+
+        def products_of(block):
+            v = ring_smem.at[slot, :, pl.ds(block * BLOCK, BLOCK)]
+            pairs = plgpu.load(v.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+            return [
+                (k * self.blocks + block, values, p_smem.transpose((1, 0)))
+                for k, values in enumerate(split_elements(pairs, interpret=interpret))
+            ]
+
+        steps = range(self.blocks)
+        accs = _add_products(accs, products_of, steps, interpret=interpret)
+        free(slot)
+        return accs
 
 
 def _add_products(accs, products_of, steps, *, interpret) -> Any:

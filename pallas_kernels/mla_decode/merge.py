@@ -11,6 +11,7 @@ own parts. The semaphores start at zero with every call.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.config import LATENT_DIM, NO_MAXIMUM, Call
+from pallas_kernels.mla_decode.config import NO_MAXIMUM, Call
 from pallas_kernels.mla_decode.plan import Plan, merge_record
 from pallas_kernels.mla_decode.softmax import LOG2E, inverse_sum
 from pallas_kernels.mla_decode.words import pack_bfloat16
@@ -43,17 +44,26 @@ class Results(NamedTuple):
     part_lse: Any
 
 
-def piece_shape(parts: int) -> tuple[int, int, int]:
+LANES = 128
+"""Threads of a warpgroup."""
+
+
+def run_of(width: int) -> int:
+    """Return how many elements of ``width`` a warpgroup has at once: 128, 256, 512."""
+    return LANES * math.gcd(width // LANES, 4)
+
+
+def piece_shape(parts: int, latent_dim: int) -> tuple[int, int, int]:
     """What a warpgroup has in flight at once: columns, elements, parts.
 
     With two parts or so for a row there are many rows, and work for everybody; with
     many parts there are few rows, and their columns must be cut.
     """
     if parts <= 3:
-        return 4, LATENT_DIM, 2
+        return 4, run_of(latent_dim), 2
     if parts <= 12:
-        return 1, LATENT_DIM, 8
-    return 1, 128, 32
+        return 1, run_of(latent_dim), 8
+    return 1, LANES, 32
 
 
 def steps_of(total, first, stride):
@@ -88,12 +98,13 @@ def merge_row(
     """
     first_column, num_columns = columns
     out_width = refs.out.shape[-1]
-    halves = LATENT_DIM // out_width
-    piece_columns, width, unroll = piece_shape(num_parts)
+    latent_dim = refs.part_out.shape[-1]
+    halves = latent_dim // out_width
+    piece_columns, width, unroll = piece_shape(num_parts, latent_dim)
     width, unroll = min(width, out_width), unroll // halves
     slices = out_width // width
     pieces = num_columns // piece_columns * slices
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // LANES)
 
     def load_part(part, column, start):
         part_ref = refs.part_out.at[part, column, pl.ds(start, width)]
@@ -159,12 +170,14 @@ def merge_row(
 def clear_row(refs: Results, row, columns):
     """Write zeros and ``-inf`` to some columns of a row: their first, and how many."""
     first_column, num_columns = columns
-    width = refs.out.shape[-1]
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
+    out_width = refs.out.shape[-1]
+    width = run_of(out_width)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // LANES)
 
     def clear_column(k, _):
-        zeros = jnp.zeros((width,), refs.out.dtype)
-        refs.out[row, first_column + k] = plgpu.layout_cast(zeros, layout)
+        zeros = plgpu.layout_cast(jnp.zeros((width,), refs.out.dtype), layout)
+        for start in range(0, out_width, width):
+            refs.out[row, first_column + k, pl.ds(start, width)] = zeros
         refs.lse[row, first_column + k] = -jnp.inf
 
     lax.fori_loop(0, num_columns, clear_column, None)

@@ -5,12 +5,12 @@ queries as its rows would leave most of a 64-row wgmma empty, so everything is
 transposed: a tile of 64 tokens gives the 64 rows, the columns are the queries.
 
     S^T = K q^T      [64 tokens, 32]      warpgroup `scores`, and the softmax; or two
-    O^T += V^T P^T   [512, 32]            warpgroup `values`, O^T in registers
+    O^T += V^T P^T   [E, 32]              warpgroup `values`, O^T in registers
     TMA                                   warpgroup `loads`
 
 A tile comes in chunks through a ring in shared memory, so that the loads run tiles
 ahead; `values` frees the chunks. What a chunk is, and how it is multiplied, depends on
-the dtype of the rows: `bfloat16_rows.py` and `float8_rows.py`, the argument `rows`.
+the rows: `bfloat16_rows.py` and `float8_rows.py`, the argument `rows`.
 
 Legend: C columns, D elements of a row, E of its latent part.
 """
@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode.bfloat16_rows import Bfloat16Rows
 from pallas_kernels.mla_decode.config import (
     NO_MAXIMUM,
     SWIZZLE,
@@ -30,6 +31,7 @@ from pallas_kernels.mla_decode.config import (
     Call,
     zeros,
 )
+from pallas_kernels.mla_decode.float8_rows import Float8Rows
 from pallas_kernels.mla_decode.merge import Results
 from pallas_kernels.mla_decode.pages import piece_size, pieces_per_tile
 from pallas_kernels.mla_decode.softmax import LOG2E, inverse_sum, log_sum_exp
@@ -41,11 +43,13 @@ NUM_P = 2
 # many that it is done in one go.
 MIN_SCRATCH, SCRATCH = 256, 1024
 
+Rows = Bfloat16Rows | Float8Rows
+
 TILE_LAYOUT = plgpu.Layout.WGMMA
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 
-def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
+def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
     """Attend all rows.
 
     Args:
@@ -53,14 +57,14 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
       pool: Pieces ``[num_pieces, piece, D]``, of the storage dtype of ``rows``.
       sources: What says where to find the tokens of rows.
       call: What is fixed.
-      rows: The module of the dtype of the rows.
+      rows: What holds and multiplies rows of their dtype and sizes.
 
     Returns:
       Outputs ``[rows, C, E]`` of the output dtype of ``rows``, and log-sum-exps. In the
       simulator, rows of several parts are left to be merged.
     """
     interpret, columns = call.interpret, call.group_columns
-    scorers = rows.SCORERS
+    scorers = rows.scorers
     scale2 = call.softmax_scale * LOG2E
     piece = piece_size(call.page_size)
 
@@ -84,8 +88,8 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
             return plgpu.layout_cast(maximum, COLUMN_LAYOUT)
 
         def slots_of(tile):
-            first = tile * rows.CHUNKS
-            return tuple(lax.rem(first + c, rows.RING) for c in range(rows.CHUNKS))
+            first = tile * rows.chunks
+            return tuple(lax.rem(first + c, rows.ring) for c in range(rows.chunks))
 
         def over_tokens(kind, x, scratch):
             if interpret:
@@ -94,7 +98,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
 
         def scores(me):
             """Attend every tile, or every second one if there are two of this role."""
-            plgpu.set_max_registers(rows.REGISTERS["scores"], action="decrease")
+            plgpu.set_max_registers(rows.registers["scores"], action="decrease")
 
             def attend_part(index, part, done):
                 plgpu.barrier_wait(q_ready)
@@ -214,7 +218,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
             return totals[0] * decays[0] + totals[1] * decays[1], maximum
 
         def values():
-            plgpu.set_max_registers(rows.REGISTERS["values"], action="increase")
+            plgpu.set_max_registers(rows.registers["values"], action="increase")
             count = work.num_parts()
 
             def attend_part(index, part, done):
@@ -244,13 +248,13 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                     attend_tile,
                     tuple(
                         zeros((width, columns), TILE_LAYOUT)
-                        for _, _, width in rows.ACCUMULATORS
+                        for _, _, width in rows.accumulators
                     ),
                 )
                 plgpu.barrier_wait(sums_ready)
                 total, maximum = sums_of_scorers()
                 plgpu.barrier_arrive(sums_freed)
-                inverse = inverse_sum(total) * rows.VALUE_SCALE
+                inverse = inverse_sum(total) * rows.value_scale
                 lse = log_sum_exp(maximum, total, call.softmax_scale)
                 accs = tuple(
                     acc * lax.broadcast_in_dim(inverse, acc.shape, [1]) for acc in accs
@@ -274,7 +278,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                 pieces = [
                     (stage, start, acc)
                     for (stage, start, _), acc in zip(
-                        rows.ACCUMULATORS, accs, strict=True
+                        rows.accumulators, accs, strict=True
                     )
                 ]
 
@@ -283,7 +287,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                     # The row before has left.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     outputs = rows.outputs(accs, interpret=interpret)
-                    copy_out(outputs, rows.STAGES, stage_smems, to_ref)
+                    copy_out(outputs, rows.stages, stage_smems, to_ref)
 
                 def store_part(to_ref, to_lse_ref):
                     to_lse_ref[...] = lse
@@ -291,13 +295,13 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                     # The ring is free after the last part.
                     @pl.when(index == count - 1)
                     def _():
-                        copy_out(pieces, rows.PART_STAGES, part_stage_smems, to_ref)
+                        copy_out(pieces, rows.part_stages, part_stage_smems, to_ref)
                         plgpu.wait_smem_to_gmem(0)
 
                     @pl.when(index < count - 1)
                     def _():
                         for stage, start, acc in pieces:
-                            start += rows.PART_STAGES[stage][0]
+                            start += rows.part_stages[stage][0]
                             to = to_ref.at[:, pl.ds(start, acc.shape[0])]
                             to.transpose((1, 0))[...] = turned(acc)
 
@@ -309,7 +313,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
             work.merge(ends, 1)
 
         def loads():
-            plgpu.set_max_registers(rows.REGISTERS["loads"], action="decrease")
+            plgpu.set_max_registers(rows.registers["loads"], action="decrease")
 
             def attend_part(index, part, done):
                 def load_queries():
@@ -327,7 +331,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                     following = work.pieces(part, part.first + i + 1)
                     for c, slot in enumerate(slots_of(done + i)):
 
-                        @pl.when((done + i) * rows.CHUNKS + c >= rows.RING)
+                        @pl.when((done + i) * rows.chunks + c >= rows.ring)
                         def _(slot=slot):
                             plgpu.barrier_wait(freed.at[slot])
 
@@ -354,12 +358,12 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                 def _():
                     plgpu.barrier_wait(q_freed)
 
-                for ago in range(rows.RING, 0, -1):
+                for ago in range(rows.ring, 0, -1):
 
-                    @pl.when(done * rows.CHUNKS >= ago)
+                    @pl.when(done * rows.chunks >= ago)
                     def _(ago=ago):
-                        chunk = done * rows.CHUNKS - ago
-                        plgpu.barrier_wait(freed.at[lax.rem(chunk, rows.RING)])
+                        chunk = done * rows.chunks - ago
+                        plgpu.barrier_wait(freed.at[lax.rem(chunk, rows.ring)])
 
         roles = [functools.partial(scores, me) for me in range(scorers)]
         for index, role in enumerate((*roles, values, loads)):
@@ -379,7 +383,7 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
     return Results(
         *plgpu.kernel(
             body,
-            out_type=call.results(rows.OUTPUT_DTYPE, rows.OUTPUT_WIDTH),
+            out_type=call.results(rows.output_dtype, rows.output_width),
             grid=(call.num_groups, call.num_ctas),
             grid_names=("group", "cta"),
             num_threads=scorers + 2,
@@ -389,11 +393,11 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                 q_smem,
                 union(
                     ring_smem,
-                    stage_smems(rows.PART_STAGES, jnp.float32, SWIZZLE_32_BITS),
+                    stage_smems(rows.part_stages, jnp.float32, SWIZZLE_32_BITS),
                 ),
-                stage_smems(rows.STAGES, rows.OUTPUT_DTYPE, rows.OUTPUT_SWIZZLE),
+                stage_smems(rows.stages, rows.output_dtype, rows.output_swizzle),
                 union(
-                    plgpu.SMEM(p_smem, rows.OPERAND_DTYPE, transforms=SWIZZLE),
+                    plgpu.SMEM(p_smem, rows.operand_dtype, transforms=SWIZZLE),
                     plgpu.SMEM((NUM_P, SCRATCH), jnp.float32),
                 ),
                 plgpu.SMEM((NUM_P, columns), jnp.float32),
@@ -402,10 +406,10 @@ def attend(q, pool, sources: Sources, call: Call, rows) -> Results:
                 plgpu.SMEM((scorers, columns), jnp.float32),
                 plgpu.SMEM((scorers, MIN_SCRATCH), jnp.float32),
                 plgpu.Barrier(
-                    num_barriers=rows.RING,
+                    num_barriers=rows.ring,
                     num_arrivals=pieces_per_tile(call.page_size),
                 ),
-                plgpu.Barrier(num_barriers=rows.RING),
+                plgpu.Barrier(num_barriers=rows.ring),
                 plgpu.Barrier(num_barriers=NUM_P),
                 plgpu.Barrier(num_barriers=NUM_P),
                 plgpu.Barrier(num_arrivals=scorers),

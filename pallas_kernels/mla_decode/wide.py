@@ -1,10 +1,11 @@
 """MLA decode for 64 query columns a CTA: queries are the rows of the product.
 
-The output of 64 queries is 64 x 512 float32, half of which is all that a warpgroup can
-hold. So two warpgroups hold half of the latent elements each and take turns:
+The output of 64 queries is up to 64 x 512 float32, half of which is all that a
+warpgroup can hold. So two warpgroups hold half of the latent elements each and take
+turns:
 
-    even   scores of tiles 0, 2, 4, ...      output elements   0 to 255
-    odd    scores of tiles 1, 3, 5, ...      output elements 256 to 511
+    even   scores of tiles 0, 2, 4, ...      first half of the output elements
+    odd    scores of tiles 1, 3, 5, ...      second half
 
 A tile's weights are needed by both: each writes its own over the rope part of its tile,
 which nobody needs after the scores. The running maximum goes down the chain of tiles,
@@ -29,10 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.config import (
     ACC,
-    LATENT_DIM,
     NO_MAXIMUM,
     ROPE_DIM,
-    ROW_DIM,
     SWIZZLE,
     TILE,
     Call,
@@ -49,10 +48,9 @@ from pallas_kernels.mla_decode.softmax import (
 )
 from pallas_kernels.mla_decode.work import Sources, work_of
 
-HALF = LATENT_DIM // 2
-# Chunks of a tile: the two halves of its latent part, and the rope part.
-CHUNKS = ((0, HALF), (HALF, HALF), (LATENT_DIM, ROPE_DIM))
 ROPE = 2
+"""Index of the rope part among the chunks of a tile."""
+
 REGISTERS = {"compute": 232, "loads": 40}
 
 TILE_LAYOUT = plgpu.Layout.WGMMA
@@ -67,6 +65,9 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
     """
     interpret, columns = call.interpret, call.group_columns
     groups = call.num_groups
+    latent_dim, half = call.latent_dim, call.latent_dim // 2
+    # Start and width of the chunks of a tile.
+    chunks = ((0, half), (half, half), (latent_dim, ROPE_DIM))
     # The simulator has no clusters.
     is_paired = groups % 2 == 0 and not interpret
     scale2 = call.softmax_scale * LOG2E
@@ -88,7 +89,7 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
         work = work_of(call, sources, results, group=group, signals=2)
 
         def barrier_of(tile, chunk):
-            return tile * len(CHUNKS) + chunk
+            return tile * len(chunks) + chunk
 
         def spread(per_row, shape):
             return lax.broadcast_in_dim(per_row, shape, [0])
@@ -123,7 +124,7 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                     zero = jnp.maximum(zero, i - (1 << 30))
 
                     def multiply(acc_ref):
-                        for c, (start, width) in enumerate(CHUNKS):
+                        for c, (start, width) in enumerate(chunks):
                             plgpu.barrier_wait(loaded.at[barrier_of(me, c)])
                             keys = (
                                 rope_smem.at[me + zero]
@@ -163,7 +164,7 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                     @pl.when(valid < TILE)
                     def _():
                         for c in range(ROPE):
-                            clear_tail(latent_smem.at[me + zero, c], valid, HALF)
+                            clear_tail(latent_smem.at[me + zero, c], valid, half)
 
                     rope_smem.at[me][...] = p_short
                     plgpu.commit_smem()
@@ -204,7 +205,7 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                     num_pairs,
                     attend_pair,
                     (
-                        zeros((columns, HALF), TILE_LAYOUT),
+                        zeros((columns, half), TILE_LAYOUT),
                         per_row(NO_MAXIMUM),
                         per_row(0.0),
                         work.zero(),
@@ -215,7 +216,7 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                 plgpu.barrier_wait(both_done)
                 total = total + plgpu.load(sum_smem.at[other], layout=ROW_LAYOUT)
                 acc = acc * spread(inverse_sum(total), acc.shape)
-                my_half = pl.ds(me * HALF, HALF)
+                my_half = pl.ds(me * half, half)
 
                 def store(to_ref, to_lse_ref):
                     to_ref.at[:, my_half][...] = acc.astype(to_ref.dtype)
@@ -255,8 +256,8 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
 
                 def load_pair(i, pair):
                     following = pair_of(part, i + 1)
-                    for tile, c in itertools.product(range(2), range(len(CHUNKS))):
-                        start, width = CHUNKS[c]
+                    for tile, c in itertools.product(range(2), range(len(chunks))):
+                        start, width = chunks[c]
 
                         @pl.when(done + i > 0)
                         def _(tile=tile, c=c):
@@ -275,7 +276,7 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                     if not interpret:
                         for tile in range(2):
                             for source in following[tile]:
-                                for start, width in CHUNKS:
+                                for start, width in chunks:
                                     plgpu.async_prefetch(
                                         pool_ref.at[source, :, pl.ds(start, width)],
                                         collective_axes="peer" if is_paired else None,
@@ -294,14 +295,15 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                 @pl.when(done > 0)
                 def _():
                     plgpu.barrier_wait(q_freed)
-                    for k in range(2 * len(CHUNKS)):
+                    for k in range(2 * len(chunks)):
                         plgpu.barrier_wait(freed.at[k])
 
         for me in range(2):
             pl.when(warpgroup == me)(functools.partial(compute, me))
         pl.when(warpgroup == 2)(loads)
 
-    num_chunks = 2 * len(CHUNKS)
+    num_chunks = 2 * len(chunks)
+    row_dim = latent_dim + ROPE_DIM
     if is_paired:
         grid = {
             "grid": (groups // 2, call.num_ctas),
@@ -316,14 +318,14 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
     return Results(
         *plgpu.kernel(
             body,
-            out_type=call.results(jnp.bfloat16, LATENT_DIM),
+            out_type=call.results(jnp.bfloat16, latent_dim),
             **grid,
             num_threads=3,
             thread_name="warpgroup",
             kernel_name="mla_decode_wide",
             scratch_types=[
-                plgpu.SMEM((1, columns, ROW_DIM), jnp.bfloat16, transforms=SWIZZLE),
-                plgpu.SMEM((2, 2, TILE, HALF), jnp.bfloat16, transforms=SWIZZLE),
+                plgpu.SMEM((1, columns, row_dim), jnp.bfloat16, transforms=SWIZZLE),
+                plgpu.SMEM((2, 2, TILE, half), jnp.bfloat16, transforms=SWIZZLE),
                 plgpu.SMEM((2, TILE, ROPE_DIM), jnp.bfloat16, transforms=SWIZZLE),
                 plgpu.SMEM((2, columns), jnp.float32),
                 plgpu.SMEM((2, columns), jnp.float32),

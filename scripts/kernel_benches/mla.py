@@ -125,6 +125,7 @@ def _attend(shape: Shape, implementation, config, view, q, buffers, ids, kv_lens
     if implementation == "mosaic_gpu":
         return mosaic_mla_decode(
             *operands,
+            latent_dim=shape.latent_dim,
             page_size=view.page_size,
             block_offset=view.block_offset,
             dtype=view.dtype,

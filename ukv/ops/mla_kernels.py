@@ -66,6 +66,7 @@ def mla_rows(
     if kernel == "mosaic_gpu":
         return mosaic_mla.mla_decode(
             *operands,
+            latent_dim=latent_dim,
             page_size=view.page_size,
             block_offset=view.block_offset,
             softmax_scale=softmax_scale,
