@@ -112,3 +112,15 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 def zeros(shape, layout):
     """Accumulators of float32 zeros in registers."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def store(ref, value):
+    """Stores into global memory, be it whole sectors or not.
+
+    JAX 0.12 refuses a store of less unless it is told so; 0.11 has no word for it.
+    """
+    store_ = getattr(plgpu, "store", None)
+    if store_ is None:
+        ref[...] = value
+    else:
+        store_(ref, value, optimized=False)

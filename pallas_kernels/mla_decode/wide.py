@@ -35,6 +35,7 @@ from pallas_kernels.mla_decode.config import (
     SWIZZLE,
     TILE,
     Call,
+    store,
     zeros,
 )
 from pallas_kernels.mla_decode.merge import Results
@@ -218,13 +219,13 @@ def attend(q, pool, sources: Sources, call: Call) -> Results:
                 acc = acc * spread(inverse_sum(total), acc.shape)
                 my_half = pl.ds(me * half, half)
 
-                def store(to_ref, to_lse_ref):
-                    to_ref.at[:, my_half][...] = acc.astype(to_ref.dtype)
+                def store_both(to_ref, to_lse_ref):
+                    store(to_ref.at[:, my_half], acc.astype(to_ref.dtype))
                     if me == 0:
                         lse = log_sum_exp(maximum, total, call.softmax_scale)
                         to_lse_ref[...] = lse
 
-                work.store(part, store, store)
+                work.store(part, store_both, store_both)
 
                 # The other one has read the sums.
                 plgpu.barrier_arrive(both_done)
