@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from scripts.sanitize_kernels import outcome
 from tests.gpu_compile import requires_h200_compiler
 from tests.random_kernels import copies
 from tests.random_kernels.runner import (
@@ -110,3 +111,37 @@ def test_two_thousand_cases_on_a_card(capfd):
             sys.stdout.flush()
     assert failures == {}
     assert passed == NUM_CASES
+
+
+CLEAN = "= COMPUTE-SANITIZER\n1 passed, 0 failed\n= ERROR SUMMARY: 0 errors\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "is_clean", "summary"),
+    [
+        (CLEAN, 0, True, "ERROR SUMMARY: 0 errors"),
+        (CLEAN.replace("Y: 0", "Y: 3"), 9, False, "ERROR SUMMARY: 3 errors; exit"),
+        (CLEAN.replace("1 passed", "0 passed"), 0, False, "ERROR SUMMARY: 0 errors;"),
+        (CLEAN.split("= ERROR", maxsplit=1)[0], 0, False, "no summary"),
+        ("", -2, False, "no summary; exit code -2; no output"),
+    ],
+)
+def test_a_case_is_clean_if_it_passed_and_the_tool_says_so(
+    text, exit_code, is_clean, summary
+):
+    found = outcome("write_kv-triton-0", text, exit_code, 1.0)
+    assert found.is_clean == is_clean
+    assert found.summary.startswith(summary)
+
+
+def test_structures_are_found_by_their_names():
+    structure = Structure(op="kda_prefill", implementation="triton", index=12)
+    assert Structure.named(str(structure)) == structure
+    for name in (
+        "kda_prefill-triton",
+        "kda-triton-1",
+        "kda_prefill-cuda-1",
+        "kda_prefill-xla-x",
+    ):
+        with pytest.raises(ValueError, match=f"is named '{name}'"):
+            Structure.named(name)

@@ -4,7 +4,13 @@ import argparse
 import os
 import sys
 
-from tests.random_kernels.runner import DRAW, all_structures, run_all
+from tests.random_kernels.runner import (
+    DRAW,
+    Structure,
+    all_structures,
+    run_all,
+    run_structure,
+)
 
 
 def main() -> int:
@@ -14,14 +20,31 @@ def main() -> int:
     parser.add_argument("--structures", type=int, default=5, help="of each kernel")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--op", action="append", default=[], choices=list(DRAW))
+    parser.add_argument(
+        "--structure",
+        action="append",
+        default=[],
+        type=Structure.named,
+        metavar="OP-IMPLEMENTATION-INDEX",
+        help="only this one, as it is printed",
+    )
+    parser.add_argument(
+        "--seed", action="append", default=[], type=int, help="only these cases of each"
+    )
     arguments = parser.parse_args()
     ops = arguments.op or list(DRAW)
-    structures = [s for s in all_structures(arguments.structures) if s.op in ops]
+    structures = arguments.structure or [
+        s for s in all_structures(arguments.structures) if s.op in ops
+    ]
     num_cases = arguments.cases
     if arguments.cases_of_each is not None:
         num_cases = arguments.cases_of_each * len(structures)
+    if arguments.seed:
+        reports = (run_structure(s, arguments.seed) for s in structures)
+    else:
+        reports = run_all(structures, num_cases, arguments.jobs)
     passed, failed = 0, 0
-    for report in run_all(structures, num_cases, arguments.jobs):
+    for report in reports:
         passed, failed = passed + report.passed, failed + len(report.failures)
         sys.stdout.write(
             f"{report.structure}: {report.passed} passed, {len(report.failures)} "

@@ -7,6 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast, get_args
 
 import numpy as np
 
@@ -36,6 +37,19 @@ class Structure:
 
     def __str__(self) -> str:
         return f"{self.op}-{self.implementation}-{self.index}"
+
+    @classmethod
+    def named(cls, name: str) -> "Structure":
+        """The structure that prints as `name`; ValueError if none does."""
+        match name.rsplit("-", 2):
+            case [op, implementation, index] if (
+                op in DRAW
+                and implementation in get_args(Implementation)
+                and index.isdecimal()
+            ):
+                known = cast("Implementation", implementation)
+                return cls(op=op, implementation=known, index=int(index))
+        raise ValueError(f"no structure is named {name!r}")
 
     def draw(self) -> tuple[OpCase, Callable[[int], None]]:
         """The facts of the structure, and what checks a case of it by its seed."""
