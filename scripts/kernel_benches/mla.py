@@ -43,7 +43,7 @@ class Shape:
       query: Query tokens of a row, the last of the context.
       page_size: Tokens per page.
       dtype: Of the pool; queries are bfloat16, or float32 for a float32 pool.
-      head_dim: Elements of a row, eight ninths of them latent: 512 + 64.
+      head_dim: Elements of a row, the last 64 of them only key.
     """
 
     heads: int
@@ -57,12 +57,12 @@ class Shape:
     @property
     def latent_dim(self) -> int:
         """Elements of a row that are key and value."""
-        return self.head_dim // 9 * 8
+        return self.head_dim - self.rope_dim
 
     @property
     def rope_dim(self) -> int:
         """Elements of a row that are only key."""
-        return self.head_dim - self.latent_dim
+        return 64
 
     @property
     def read_bytes(self) -> int:
@@ -263,7 +263,12 @@ def cases() -> list[BenchCase]:
         _case(heads=32, batch=128, context=8192, dtype="float8_e4m3fn"),
         _case(heads=128, batch=128, context=8192, dtype="float8_e4m3fn"),
     ]
-    tiny = {"heads": 4, "head_dim": 36, "num_layers": 2}
+    found += [
+        _case(heads=4, head_dim=192, batch=64, context=512),
+        _case(**at_64, head_dim=192),
+        _case(**at_64, head_dim=320),
+    ]
+    tiny = {"heads": 4, "head_dim": 80, "num_layers": 2}
     found += [
         _case(small=True, **tiny, batch=3, context=37, page_size=4),
         _case(small=True, **tiny, batch=2, context=9, query=3, page_size=1),
