@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools as ft
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +21,17 @@ from tests.attention_cases import (
     run_absorbed,
     run_expanded,
 )
-from tests.gpu_compile import requires_h200_compiler
+from tests.gpu_compile import H200, requires_h200_compiler
 from tests.test_ops_attention import MLA_CASES, other_page
-from tests.triton_interpreter import IS_INTERPRETING, interpreted_launch
-from ukv.implementation import Target
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    interpret_launches,
+)
 from ukv.ops import mla_kernels
 from ukv.ops.decode_rows import find_decode_rows
 from ukv.ops.query_tiles import cut_packed
 
-H200 = Target(platform="gpu", capability=90)
 KIMI = ft.partial(Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16")
 runs_triton = pytest.mark.triton
 
@@ -40,28 +39,13 @@ runs_triton = pytest.mark.triton
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card."""
-    if IS_INTERPRETING:
-        monkeypatch.setattr("ukv.implementation.default_target", lambda: H200)
-        monkeypatch.setattr(
-            "pallas_kernels.mla_decode_triton.launch", interpreted_launch
-        )
+    interpret_launches(monkeypatch, "mla_decode_triton")
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
 @requires_h200_compiler
 def test_everything_here_passes_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", "triton", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 # How a batch is cut

@@ -5,9 +5,6 @@ of its own: `test_everything_here_passes_in_the_interpreter` starts it.
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,43 +25,30 @@ from tests.gpu_compile import (
     requires_h200_compiler,
 )
 from tests.test_ops_attention import BIT_DECODE_ROWS, MLA_DECODE_CASES, other_page
-from tests.triton_interpreter import IS_INTERPRETING, interpreted_launch
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    interpret_launches,
+)
 from ukv import ops
 from ukv.ids import KernelBlocks
-from ukv.implementation import Target
 from ukv.layout import unified_layout
 from ukv.pool import create_pool
 from ukv.spec import MLASpec
 
-H200 = Target(platform="gpu", capability=90)
 runs_triton = pytest.mark.triton
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card."""
-    if IS_INTERPRETING:
-        monkeypatch.setattr("ukv.implementation.default_target", lambda: H200)
-        monkeypatch.setattr(
-            "pallas_kernels.mla_decode_triton.launch", interpreted_launch
-        )
+    interpret_launches(monkeypatch, "mla_decode_triton")
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
 @requires_h200_compiler
 def test_everything_here_passes_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", "triton", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 CASES = {

@@ -1,13 +1,12 @@
 """Random cases of every kernel: 2,000 on a card, some in Triton's interpreter."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from scripts.sanitize_kernels import outcome
-from tests.gpu_compile import requires_h200_compiler
+from tests.gpu_compile import H200, requires_h200_compiler
 from tests.random_kernels import copies
 from tests.random_kernels.runner import (
     DRAW,
@@ -16,10 +15,13 @@ from tests.random_kernels.runner import (
     run_all,
     run_structure,
 )
-from tests.triton_interpreter import IS_INTERPRETING, interpreted_launch
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    interpret_launches,
+)
 from ukv.implementation import Target
 
-H200 = Target(platform="gpu", capability=90)
 INTERPRETED = {
     "gqa_decode": ("gqa_decode_triton", (0, 1, 2)),
     "gqa_attention": ("gqa_extend_triton", (0, 3)),
@@ -46,11 +48,9 @@ def assert_passed(structure, seeds):
 @pytest.mark.skipif(not IS_INTERPRETING, reason="a card runs more, in its own test")
 @pytest.mark.parametrize(("op", "index"), INTERPRETED_CASES)
 def test_random_cases_interpreted(op, index, monkeypatch):
-    monkeypatch.setattr("ukv.implementation.default_target", lambda: H200)
     monkeypatch.setattr("tests.random_kernels.runner.default_target", lambda: H200)
     # Rows of one token in a packed batch go to the kernel of another op.
-    for module, _ in INTERPRETED.values():
-        monkeypatch.setattr(f"pallas_kernels.{module}.launch", interpreted_launch)
+    interpret_launches(monkeypatch, *(module for module, _ in INTERPRETED.values()))
     structure = Structure(op=op, implementation="triton", index=index, max_len=150)
     assert_passed(structure, range(2))
 
@@ -58,17 +58,8 @@ def test_random_cases_interpreted(op, index, monkeypatch):
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
 @requires_h200_compiler
 def test_random_cases_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", "triton", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert f"{len(INTERPRETED_CASES)} passed" in done.stdout
+    found = assert_passes_in_the_interpreter(__file__)
+    assert f"{len(INTERPRETED_CASES)} passed" in found
 
 
 @pytest.mark.parametrize("op", sorted({*DRAW} - {*INTERPRETED}))

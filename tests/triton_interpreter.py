@@ -17,15 +17,37 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.gpu_compile import H200
+
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def assert_passes_in_the_interpreter(path: str) -> None:
-    """Runs the tests of a file that are marked `triton`, in the interpreter."""
+def interpret_launches(monkeypatch, *modules: str) -> None:
+    """Puts the interpreter in the place of a card, for modules of `pallas_kernels`.
+
+    In any other process it does nothing.
+    """
+    if IS_INTERPRETING:
+        monkeypatch.setattr("ukv.implementation.default_target", lambda: H200)
+        for module in modules:
+            name = f"pallas_kernels.{module}.launch"
+            monkeypatch.setattr(name, interpreted_launch)
+
+
+def assert_passes_in_the_interpreter(path: str, *options: str) -> str:
+    """Runs the tests of a file that are marked `triton`, in the interpreter.
+
+    Args:
+        path: the file.
+        *options: more for pytest.
+
+    Returns:
+        What pytest wrote.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-m", "triton", path],
+        [*command, "-m", "triton", *options, path],
         env=environment,
         capture_output=True,
         text=True,
@@ -34,6 +56,7 @@ def assert_passes_in_the_interpreter(path: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
     assert "skipped" not in done.stdout
+    return done.stdout
 
 
 _TYPE_NAMES = {
