@@ -2,7 +2,7 @@
 
 Nothing else writes the table, and nothing is tuned while a model runs. A configuration
 whose result is wrong is thrown out; the default stays unless another is faster by more
-than the noise.
+than the noise, twice.
 
     python scripts/tune_kernels.py --op gqa_decode --where batch=64
     python scripts/tune_kernels.py --dry-run    # measure and print, write nothing
@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from tqdm import tqdm
@@ -85,7 +85,11 @@ class Candidates:
 
 
 def tune(candidates: Candidates, facts: dict) -> dict[str, Any] | None:
-    """Return the table's entry for a case, or None if the default is best.
+    """Return the table's entry for a case, or None if nothing ran right.
+
+    Its configuration is empty where the default is best. Another one must be faster by
+    ``LEAST_GAIN`` twice: of two times of the default the shorter counts, and of its own
+    the longer.
 
     Args:
       candidates: The case, and the programs of its configurations.
@@ -93,31 +97,66 @@ def tune(candidates: Candidates, facts: dict) -> dict[str, Any] | None:
     """
     case, implementation = candidates.case, candidates.implementation
     default = candidates.measured(0)
-    best: tuple[Result, Any] | None = None
-    for place, config in enumerate(case.configs[implementation], 1):
-        result = candidates.measured(place)
-        if result is not None and (best is None or result.us < best[0].us):
-            best = result, config
-    if best is None:
-        return None
-    result, config = best
-    if default is not None and result.us > default.us * (1 - LEAST_GAIN):
+    configs = case.configs[implementation]
+    others = [
+        (result, place)
+        for place in range(1, 1 + len(configs))
+        if (result := candidates.measured(place)) is not None
+    ]
+    result, place = min(others, key=lambda found: found[0].us, default=(None, 0))
+    if default is not None and result is not None and _is_faster(result, default):
+        default = _extreme(min, default, candidates.measured(0))
+        result = _extreme(max, result, candidates.measured(place))
+    if default is not None and (result is None or not _is_faster(result, default)):
+        result, place = default, 0
+    if result is None:
         return None
     return {
         "op": case.op,
         "implementation": implementation,
         "key": key_of(case),
         "batch": case.shape.get("batch", case.shape.get("rows", 1)),
-        "config": dataclasses.asdict(config),
+        "config": dataclasses.asdict(configs[place - 1]) if place else {},
         "evidence": {
             "shape": dict(case.shape),
             "us": result.us,
             "default_us": default and default.us,
             "error": result.error,
-            "tried": len(case.configs[implementation]),
+            "tried": len(configs),
             **{k: facts[k] for k in ("driver", "versions", "commit", "command")},
         },
     }
+
+
+def _is_faster(result: Result, default: Result) -> bool:
+    return result.us < default.us * (1 - LEAST_GAIN)
+
+
+def _extreme(choose: Callable, first: Result, second: Result | None) -> Result:
+    """Return the one of two results of a program whose time is chosen."""
+    return choose((first, second or first), key=lambda result: result.us)
+
+
+def worth_keeping(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of kernels that some batch runs better without the default.
+
+    A call takes the entry of the nearest batch, so where an entry is kept, those that
+    say that the default is best at other batches must be kept as well. A call does not
+    look at the context: if two cases differ in nothing else and want different
+    configurations, the default stays.
+    """
+
+    def name(entry: dict[str, Any], *more: str) -> str:
+        keys = ("op", "implementation", "key", *more)
+        return json.dumps([entry[key] for key in keys], sort_keys=True)
+
+    of_call: dict[str, dict[str, Any]] = {}
+    for entry in found:
+        other = of_call.setdefault(name(entry, "batch"), entry)
+        if other["config"] != entry["config"]:
+            of_call[name(entry, "batch")] = entry | {"config": {}}
+    gains = {name(entry) for entry in of_call.values() if entry["config"]}
+    return [entry for entry in of_call.values() if name(entry) in gains]
 
 
 def merge(path: pathlib.Path, device: str, found: list[dict[str, Any]]) -> None:
@@ -150,6 +189,13 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="only cases whose shape has this value, such as batch=64",
     )
+    parser.add_argument(
+        "--implementation",
+        action="append",
+        default=[],
+        choices=get_args(Implementation),
+        help="only this implementation",
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     parser.add_argument("--out", type=pathlib.Path, help="table to write instead")
@@ -165,7 +211,12 @@ def main() -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    work = [(case, name) for case in cases for name in case.configs]
+    work = [
+        (case, name)
+        for case in cases
+        for name in case.configs
+        if not arguments.implementation or name in arguments.implementation
+    ]
     if not work:
         parser.error("none of these cases has configurations to try")
     jobs = [
@@ -184,11 +235,13 @@ def main() -> None:
         )
         if entry is not None:
             found.append(entry)
-            print(json.dumps(entry))
-    print(f"{len(found)} of {len(work)} are better off without the default")
-    if not arguments.dry_run:
+            print(json.dumps(entry), flush=True)
+    gains = sum(bool(entry["config"]) for entry in found)
+    print(f"{gains} of {len(work)} are better off without the default")
+    kept = worth_keeping(found)
+    if kept and not arguments.dry_run:
         path = arguments.out or tuned_path(facts["device"])
-        merge(path, facts["device"], found)
+        merge(path, facts["device"], kept)
 
 
 if __name__ == "__main__":

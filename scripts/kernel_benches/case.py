@@ -14,16 +14,13 @@ from ukv.implementation import Implementation
 COLD_BYTES = 200 << 20
 """Bytes that one step must touch so that nothing is found in the L2 cache (60 MB)."""
 
-FUNCTIONS = ("make", "step", "error")
-"""What is compiled of a `Program`."""
-
 UNTIMED = {"xla_gpu_autotune_level": 0}
 """How what is not timed is compiled: XLA tries no variants of its products."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a case runs on an implementation: three functions, compiled before any runs.
+    """What a case runs on an implementation: functions, compiled before any runs.
 
     Attributes:
       make: Returns the state: pool, tables, queries, room for outputs. Its random
@@ -37,6 +34,8 @@ class Program:
         It keeps the state.
       calls: Calls of the op in one step.
       touched_bytes: Bytes that one step reads or writes, all calls together.
+      without: The step without the calls, where it does other work as well: the time
+        of a call is then what the calls add to it.
     """
 
     make: Callable[[], Any]
@@ -44,6 +43,7 @@ class Program:
     error: Callable[[Any], jax.Array]
     calls: int
     touched_bytes: int
+    without: Callable[[Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,7 @@ class Compiled:
       error: As in `Program`.
       calls: As in `Program`.
       touched_bytes: As in `Program`.
+      without: As in `Program`, donating.
     """
 
     make: Callable[[], tuple[jax.Array, ...]]
@@ -126,10 +127,11 @@ class Compiled:
     error: Callable[[tuple[jax.Array, ...]], jax.Array]
     calls: int
     touched_bytes: int
+    without: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]] | None = None
 
 
 def compilers(program: Program) -> dict[str, Callable[[], jax.stages.Compiled]]:
-    """Return what compiles each of ``FUNCTIONS`` for a state that is a tuple of arrays.
+    """Return what compiles each function, for a state that is a tuple of arrays.
 
     Each raises UnsupportedError if the implementation does not cover the case.
     """
@@ -138,23 +140,29 @@ def compilers(program: Program) -> dict[str, Callable[[], jax.stages.Compiled]]:
     def make() -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(program.make()))
 
-    def step(leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        after = program.step(jax.tree.unflatten(tree, leaves))
-        if jax.tree.structure(after) != tree:
-            raise ValueError(f"a step made {jax.tree.structure(after)} of {tree}")
-        return tuple(jax.tree.leaves(after))
+    def on_leaves(step: Callable[[Any], Any]) -> jax.stages.Wrapped:
+        def step_(leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            after = step(jax.tree.unflatten(tree, leaves))
+            if jax.tree.structure(after) != tree:
+                raise ValueError(f"a step made {jax.tree.structure(after)} of {tree}")
+            return tuple(jax.tree.leaves(after))
+
+        # A donated argument that nothing reads would be dropped, and its address too.
+        return jax.jit(step_, donate_argnums=0, keep_unused=True)
 
     def error(leaves: tuple[jax.Array, ...]) -> jax.Array:
         return program.error(jax.tree.unflatten(tree, leaves))
 
     leaves = jax.eval_shape(make)
-    # A donated argument that nothing reads would be dropped, and with it its address.
-    jitted = jax.jit(step, donate_argnums=0, keep_unused=True)
-    return {
+    functions = {
         "make": lambda: jax.jit(make).lower().compile(UNTIMED),
-        "step": lambda: jitted.lower(leaves).compile(),
+        "step": lambda: on_leaves(program.step).lower(leaves).compile(),
         "error": lambda: jax.jit(error).lower(leaves).compile(UNTIMED),
     }
+    without = program.without
+    if without is not None:
+        functions["without"] = lambda: on_leaves(without).lower(leaves).compile()
+    return functions
 
 
 def compile_program(program: Program) -> Compiled:
@@ -180,8 +188,10 @@ def _timed_steps(step, state: Any, steps: int) -> tuple[float, Any]:
     return time.perf_counter() - start, state
 
 
-def step_us(step: Callable[[Any], Any], state: Any, *, seconds: float = 0.12) -> float:
-    """Return the median microseconds of one step.
+def step_us(
+    step: Callable[[Any], Any], state: Any, *, seconds: float = 0.12
+) -> tuple[float, Any]:
+    """Return the median microseconds of one step, and the state after the last.
 
     Steps are dispatched back to back: the host's cost of dispatch is hidden behind the
     device's work when a step is longer than that. What it costs to start and to wait
@@ -206,7 +216,7 @@ def step_us(step: Callable[[Any], Any], state: Any, *, seconds: float = 0.12) ->
         is_ordered = long > short
         times.append((long - short) / (2 * steps) if is_ordered else long / (3 * steps))
     times.sort()
-    return times[len(times) // 2] * 1e6
+    return times[len(times) // 2] * 1e6, state
 
 
 def check(
@@ -255,7 +265,10 @@ def measure(
             f"{case}: a step touches {compiled.touched_bytes} bytes; raise its calls "
             f"until it touches {COLD_BYTES}"
         )
-    us = step_us(compiled.step, state, seconds=seconds) / compiled.calls
+    us, state = step_us(compiled.step, state, seconds=seconds)
+    if compiled.without is not None:
+        us -= step_us(compiled.without, state, seconds=seconds)[0]
+    us /= compiled.calls
     return Result(
         op=case.op,
         implementation=implementation,

@@ -1,5 +1,6 @@
 """Page moves, which compaction and copy on write cost, and writes of new tokens."""
 
+import dataclasses
 import functools
 import math
 
@@ -11,7 +12,8 @@ from scripts.benchmarking import GIB
 from scripts.kernel_benches.case import COLD_BYTES, BenchCase, Program
 from scripts.kernel_benches.random_words import random_values
 from ukv.ids import PhysicalPages, WriteLocations
-from ukv.layout import PoolLayout, unified_layout
+from ukv.implementation import Implementation
+from ukv.layout import PartView, PoolLayout, SubPoolLayout, unified_layout
 from ukv.ops import write_kv
 from ukv.pool import copy_pages, pool_struct, read_entries
 from ukv.spec import AttentionSpec, MLASpec, SubPoolSpec, kda_state_spec
@@ -147,77 +149,148 @@ def _write_spec(kind: str, num_layers: int) -> SubPoolSpec:
     )
 
 
-def _write_step(state, *, name: str, views, implementation):
-    """Write every group of tokens to every layer: each write goes elsewhere."""
-    buffers, blocks, offsets, values = state
-    for group, entries in enumerate(values):
-        locations = WriteLocations(
-            blocks=blocks[group], offsets=offsets[group], sub_pool=name
-        )
-        for layer in views:
-            buffers = write_kv(
-                buffers, layer, locations, entries, implementation=implementation
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Writes:
+    """Groups of new tokens, each written to every layer of a pool.
+
+    Attributes:
+      layout: A pool of one sub-pool with room for all of them.
+      tokens: Tokens of a group.
+      groups: How many, each with places of its own.
+      is_projected: The values of a layer are a product of 256 rows, as in a step of a
+        model; the time is then what the writes add to that step. Else they lie in
+        memory, and a step only writes.
+    """
+
+    layout: PoolLayout
+    tokens: int
+    groups: int
+    is_projected: bool
+
+    @property
+    def sub(self) -> SubPoolLayout:
+        """The sub-pool."""
+        (sub,) = self.layout.sub_pools
+        return sub
+
+    @property
+    def views(self) -> list[tuple[PartView, ...]]:
+        """Where the parts of each layer lie."""
+        return [
+            tuple(
+                self.layout.part_view(self.sub.name, layer=layer, part=part.name)
+                for part in self.sub.spec.parts
             )
-    return buffers, blocks, offsets, values
+            for layer in range(self.sub.spec.num_layers)
+        ]
 
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return kernel blocks and offsets of each group's tokens."""
+        sub = self.sub
+        slots = np.random.default_rng(0).permutation(sub.num_pages * sub.page_size)
+        slots = slots[: self.groups * self.tokens].reshape(self.groups, self.tokens)
+        slots = slots.astype(np.int32)
+        blocks = slots // sub.page_size * sub.blocks_per_page
+        return blocks, slots % sub.page_size
 
-def _write_program(
-    implementation, config, *, layout: PoolLayout, tokens: int, groups: int
-) -> Program:
-    if config is not None:
-        raise ValueError("writes have no configuration to try")
-    (sub,) = layout.sub_pools
-    views = [
-        tuple(
-            layout.part_view(sub.name, layer=layer, part=part.name)
-            for part in sub.spec.parts
-        )
-        for layer in range(sub.spec.num_layers)
-    ]
-    slots = np.random.default_rng(0).permutation(sub.num_pages * sub.page_size)
-    slots = slots[: groups * tokens].reshape(groups, tokens).astype(np.int32)
-    ids, offsets = slots // sub.page_size * sub.blocks_per_page, slots % sub.page_size
-
-    def make():
-        (buffer,) = pool_struct(layout).buffers
+    def make(self):
+        """Return a poisoned pool, the places, and values or what makes them."""
+        (buffer,) = pool_struct(self.layout).buffers
+        pool = (jnp.full(buffer.shape, 0xFFFFFFFF, jnp.uint32),)
+        blocks, offsets = (tuple(map(jnp.asarray, x)) for x in self.places())
+        view = self.views[0][0]
+        if self.is_projected:
+            rows = random_values((self.tokens, view.num_elements), "bfloat16", seed=0)
+            # The projection keeps every bit, which XLA does not know.
+            weights = jnp.eye(view.num_elements, dtype=rows.dtype)
+            return pool, blocks, offsets, (rows, weights)
         values = tuple(
-            random_values((groups, tokens, *view.shape), "bfloat16", seed=part)
-            for part, view in enumerate(views[0])
+            random_values(
+                (self.groups, self.tokens, *view.shape), "bfloat16", seed=part
+            )
+            for part, view in enumerate(self.views[0])
         )
-        return (
-            (jnp.full(buffer.shape, 0xFFFFFFFF, jnp.uint32),),
-            tuple(jnp.asarray(ids)),
-            tuple(jnp.asarray(offsets)),
-            tuple(zip(*values, strict=True)),
-        )
+        return pool, blocks, offsets, tuple(zip(*values, strict=True))
 
-    def error(state):
+    def step(self, state, *, implementation: Implementation | None):
+        """Write every group to every layer: each write goes elsewhere.
+
+        Args:
+          state: As `make` returns it.
+          implementation: None writes nothing.
+        """
+        buffers, blocks, offsets, values = state
+        for group in range(self.groups):
+            locations = WriteLocations(
+                blocks=blocks[group],
+                offsets=offsets[group],
+                sub_pool=self.sub.name,
+            )
+            for layer in self.views:
+                if self.is_projected:
+                    rows, weights = values
+                    # As attention does in a model, the next layer waits for the
+                    # write: it needs a word of the pool. None is 0.
+                    is_zero = buffers[0][0, 0] == 0
+                    rows = jnp.where(is_zero, 0, rows) @ weights
+                    # The kernels are the same ones whether or not there is a write.
+                    rows = jax.lax.optimization_barrier(rows)
+                    values = rows, weights
+                    entries = tuple(rows.reshape(-1, *view.shape) for view in layer)
+                else:
+                    entries = values[group]
+                if implementation is not None:
+                    buffers = write_kv(
+                        buffers,
+                        layer,
+                        locations,
+                        entries,
+                        implementation=implementation,
+                    )
+        return buffers, blocks, offsets, values
+
+    def error(self, state) -> jax.Array:
+        """Return how many elements are wrong in the first and the last group."""
         buffers, _, _, values = state
+        blocks, offsets = self.places()
         wrong = jnp.int32(0)
-        for group in {0, groups - 1}:
-            for layer in (views[0], views[-1]):
-                for view, value in zip(layer, values[group], strict=True):
-                    rows = (ids[group] + view.block_offset) * view.page_size
-                    rows = rows + offsets[group] * view.rows_per_entry
-                    found = read_entries(buffers[0], view, jnp.asarray(rows))
-                    wrong += jnp.sum(found != value)
+        for group in {0, self.groups - 1}:
+            for layer in (self.views[0], self.views[-1]):
+                for part, view in enumerate(layer):
+                    at = (blocks[group] + view.block_offset) * view.page_size
+                    at = at + offsets[group] * view.rows_per_entry
+                    found = read_entries(buffers[0], view, jnp.asarray(at))
+                    value = values[0] if self.is_projected else values[group][part]
+                    wrong += jnp.sum(found != value.reshape(found.shape))
         return wrong.astype(jnp.float32)
 
-    entry_bytes = sum(view.num_elements * view.dtype.itemsize for view in views[0])
-    calls = groups * len(views)
-    return Program(
-        make=make,
-        step=functools.partial(
-            _write_step, name=sub.name, views=views, implementation=implementation
-        ),
-        error=error,
-        calls=calls,
-        touched_bytes=2 * calls * tokens * entry_bytes,
-    )
+    def program(self, implementation: Implementation, config) -> Program:
+        """Return what is run."""
+        if config is not None:
+            raise ValueError("writes have no configuration to try")
+        views = self.views
+        entry_bytes = sum(view.num_elements * view.dtype.itemsize for view in views[0])
+        calls = self.groups * len(views)
+        return Program(
+            make=self.make,
+            step=functools.partial(self.step, implementation=implementation),
+            error=self.error,
+            calls=calls,
+            touched_bytes=2 * calls * self.tokens * entry_bytes,
+            without=functools.partial(self.step, implementation=None)
+            if self.is_projected
+            else None,
+        )
 
 
 def _write(
-    kind: str, tokens: int, groups: int, *, num_layers: int = 7, small: bool = False
+    kind: str,
+    tokens: int,
+    groups: int,
+    *,
+    num_layers: int = 7,
+    is_projected: bool = False,
+    small: bool = False,
 ) -> BenchCase:
     spec = _write_spec(kind, num_layers)
     entry_bytes = sum(
@@ -225,6 +298,9 @@ def _write(
     )
     slots = groups * tokens + 8 * spec.page_size
     layout = unified_layout([spec], pool_bytes=slots * num_layers * entry_bytes)
+    writes = Writes(
+        layout=layout, tokens=tokens, groups=groups, is_projected=is_projected
+    )
     return BenchCase(
         op="kv_write",
         shape={
@@ -239,9 +315,7 @@ def _write(
         flops=0,
         max_error=0.0,
         implementations=("triton", "xla"),
-        program=functools.partial(
-            _write_program, layout=layout, tokens=tokens, groups=groups
-        ),
+        program=writes.program,
         bandwidth="copy",
         small=small,
     )
@@ -259,9 +333,12 @@ def cases() -> list[BenchCase]:
         _page_move("kda", thick, GIB),
         _page_move("kda", thick, 1),
         _page_move("mla", tiny, GIB // 4096, small=True),
-        _write("kv", 256, 16),
-        _write("mla", 256, 56),
+        # What the writes add to a step; the places of all groups exceed the L2 cache.
+        _write("kv", 256, 16, is_projected=True),
+        _write("mla", 256, 56, is_projected=True),
+        _write("mla", 256, 15, num_layers=27, is_projected=True),
         _write("kv", 32768, 1),
         _write("mla", 32768, 1),
         _write("kv", 5, 2, num_layers=2, small=True),
+        _write("kv", 5, 2, num_layers=1, is_projected=True, small=True),
     ]

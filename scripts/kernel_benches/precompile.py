@@ -18,7 +18,6 @@ from jax.experimental import serialize_executable
 from tqdm import tqdm
 
 from scripts.kernel_benches.case import (
-    FUNCTIONS,
     BenchCase,
     Compiled,
     Program,
@@ -70,7 +69,7 @@ class Packed:
 
     Attributes:
       job: What it was compiled for.
-      functions: What `serialize_executable` makes of each of ``FUNCTIONS``, by name.
+      functions: What `serialize_executable` makes of each function, by name.
       refusal: Why there is no program, or "".
     """
 
@@ -98,9 +97,9 @@ class Packed:
 def _pack(job: Job) -> tuple[dict[str, tuple], str]:
     """Return the compiled functions of a program as bytes, or why there are none."""
     try:
-        compile_ = compilers(job.program())
         functions = {
-            name: serialize_executable.serialize(compile_[name]()) for name in FUNCTIONS
+            name: serialize_executable.serialize(compile_())
+            for name, compile_ in compilers(job.program()).items()
         }
     except REFUSALS as error:
         return {}, _refusal(job, error)
