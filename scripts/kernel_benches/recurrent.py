@@ -273,16 +273,20 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
     def make():
         buffers = _buffers(layout)
         slots = jnp.asarray(_slots(layout, pages))
-        tokens = DeltaTokens(
-            q=_values(0, shape.tokens, key_heads, dim),
-            k=_values(1, shape.tokens, key_heads, dim),
-            v=_values(2, shape.tokens, heads, dim),
-            gate_logits=_values(3, shape.tokens, *shape.gates),
-            beta_logits=_values(4, shape.tokens, heads),
+        # Each layer has its own: XLA would run what two have in common only once.
+        tokens = tuple(
+            DeltaTokens(
+                q=_values(5 * layer, shape.tokens, key_heads, dim),
+                k=_values(5 * layer + 1, shape.tokens, key_heads, dim),
+                v=_values(5 * layer + 2, shape.tokens, heads, dim),
+                gate_logits=_values(5 * layer + 3, shape.tokens, *shape.gates),
+                beta_logits=_values(5 * layer + 4, shape.tokens, heads),
+            )
+            for layer in range(shape.num_layers)
         )
         before = _state_of(buffers, view, slots, row)[head]
         bounds = jnp.arange(rows + 1, dtype=jnp.int32) * query_len
-        out = jnp.zeros_like(tokens.v)
+        out = jnp.zeros_like(tokens[0].v)
         ids = slots, jnp.zeros(rows, bool), bounds
         return buffers, ids, tokens, (out, out), before
 
@@ -295,7 +299,7 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
             buffers, out = op(
                 buffers,
                 _views(layout, layer).recurrent,
-                tokens,
+                tokens[layer],
                 gate,
                 bounds,
                 StateSlots(slots=KernelBlocks(slots, "state"), is_fresh=is_fresh),
@@ -309,7 +313,7 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
         _, gate = shape.parameters()
         buffers, (slots, _, _), tokens, outs, before = state
         part = slice(row * query_len, row * query_len + checked)
-        of_row = jax.tree.map(lambda x: x[part].astype(jnp.float32), tokens)
+        of_row = jax.tree.map(lambda x: x[part].astype(jnp.float32), tokens[0])
         gates = _activate(
             gate, of_row.gate_logits[:, head], of_row.beta_logits[:, head], head
         )
