@@ -4,6 +4,9 @@
 best. The convolution's kernel writes q, k and v apart, as the recurrence takes them.
 """
 
+import functools
+from collections.abc import Callable
+
 from jaxtyping import Array, Float, Int32
 
 from ukv.implementation import Implementation
@@ -50,19 +53,16 @@ def kda_prefill_step(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    _, key_heads = case_of_step(views, tokens, conv, gate)
-    buffers, convolved = _convolve(
-        buffers, views, tokens, conv, cu_query_lens, slots, key_heads, implementation
-    )
-    return kda_prefill(
+    return _prefill_step(
+        functools.partial(kda_prefill, max_query_len=max_query_len),
         buffers,
-        views.recurrent,
-        convolved,
+        views,
+        tokens,
+        conv,
         gate,
         cu_query_lens,
         slots,
-        max_query_len=max_query_len,
-        implementation=implementation,
+        implementation,
     )
 
 
@@ -99,32 +99,31 @@ def gdn_prefill_step(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    _, key_heads = case_of_step(views, tokens, conv, gate)
-    buffers, convolved = _convolve(
-        buffers, views, tokens, conv, cu_query_lens, slots, key_heads, implementation
-    )
-    return gdn_prefill(
+    return _prefill_step(
+        functools.partial(gdn_prefill, max_query_len=max_query_len),
         buffers,
-        views.recurrent,
-        convolved,
+        views,
+        tokens,
+        conv,
         gate,
         cu_query_lens,
         slots,
-        max_query_len=max_query_len,
-        implementation=implementation,
+        implementation,
     )
 
 
-def _convolve(
+def _prefill_step(
+    prefill: Callable[..., tuple[Buffers, Array]],
     buffers: Buffers,
     views: DeltaViews,
     tokens: ProjectedTokens,
     conv: ShortConv,
+    gate: KdaGate | GdnGate,
     cu_query_lens: Int32[Array, " bounds"],
     slots: StateSlots,
-    key_heads: int,
     implementation: Implementation | None,
-) -> tuple[Buffers, DeltaTokens]:
+) -> tuple[Buffers, Float[Array, "tokens heads value_dim"]]:
+    _, key_heads = case_of_step(views, tokens, conv, gate)
     heads, value_dim, key_dim = views.recurrent.shape
     buffers, (q, k, v) = short_conv_prefill_parts(
         buffers,
@@ -137,10 +136,19 @@ def _convolve(
         implementation=implementation,
     )
     num_tokens = q.shape[0]
-    return buffers, DeltaTokens(
+    convolved = DeltaTokens(
         q=q.reshape(num_tokens, key_heads, key_dim),
         k=k.reshape(num_tokens, key_heads, key_dim),
         v=v.reshape(num_tokens, heads, value_dim),
         gate_logits=tokens.gate_logits,
         beta_logits=tokens.beta_logits,
+    )
+    return prefill(
+        buffers,
+        views.recurrent,
+        convolved,
+        gate,
+        cu_query_lens,
+        slots,
+        implementation=implementation,
     )
