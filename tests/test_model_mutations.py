@@ -95,9 +95,10 @@ CASES = [
     ("llama", translate_twice),
     ("llama", use_the_layer_before),
     ("llama", swap_k_and_v),
-    ("kimi_linear", leave_table_untranslated),
-    ("kimi_linear", translate_twice),
-    ("kimi_linear", use_the_layer_before),
+    # Llama shows these too, for a third of the price.
+    pytest.param("kimi_linear", leave_table_untranslated, marks=pytest.mark.slow),
+    pytest.param("kimi_linear", translate_twice, marks=pytest.mark.slow),
+    pytest.param("kimi_linear", use_the_layer_before, marks=pytest.mark.slow),
     ("kimi_linear", keep_stale_slots),
     ("kimi_linear", shift_convolution_windows),
     ("kimi_linear", swap_k_and_v_of_states),
@@ -109,11 +110,7 @@ def test_the_check_passes_without_a_mistake(patch, family):
     assert parity_error(family) < BOUND
 
 
-@pytest.mark.parametrize(
-    ("family", "mistake"),
-    CASES,
-    ids=[f"{family}-{mistake.__name__}" for family, mistake in CASES],
-)
+@pytest.mark.parametrize(("family", "mistake"), CASES)
 def test_a_mistake_fails_the_check(patch, family, mistake):
     mistake(patch)
     # A row may be NaN, which is below nothing.
