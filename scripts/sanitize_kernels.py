@@ -26,7 +26,7 @@ from collections.abc import Sequence
 # The process that asks which kernels there are takes no memory from the others.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from tests.random_kernels.runner import DRAW, all_structures
+from tests.random_kernels.runner import DRAW, Structure, all_structures
 
 ROOT = pathlib.Path(__file__).parent.parent
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
@@ -120,6 +120,14 @@ def main() -> int:
     )
     parser.add_argument("--op", action="append", default=[], choices=list(DRAW))
     parser.add_argument("--structures", type=int, default=2, help="of each kernel")
+    parser.add_argument(
+        "--structure",
+        action="append",
+        default=[],
+        type=Structure.named,
+        metavar="OP-IMPLEMENTATION-INDEX",
+        help="this one as well, as it is printed",
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)) // 2)
     parser.add_argument("--out", type=pathlib.Path, help="keep all output here")
     arguments = parser.parse_args()
@@ -127,13 +135,9 @@ def main() -> int:
         sanitizer = find_sanitizer()
     except FileNotFoundError as error:
         parser.error(str(error))
-    names = [
-        str(structure)
-        for structure in sorted(
-            all_structures(arguments.structures), key=lambda s: s.index
-        )
-        if not arguments.op or structure.op in arguments.op
-    ]
+    structures = sorted(all_structures(arguments.structures), key=lambda s: s.index)
+    structures = [s for s in structures if not arguments.op or s.op in arguments.op]
+    names = list(dict.fromkeys(map(str, [*arguments.structure, *structures])))
     num_clean = 0
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -116,6 +116,7 @@ CLEAN = "= COMPUTE-SANITIZER\n1 passed, 0 failed\n= ERROR SUMMARY: 0 errors\n"
         (CLEAN.split("= ERROR", maxsplit=1)[0], 0, False, "no summary"),
         ("", -2, False, "no summary; exit code -2; no output"),
     ],
+    ids=["clean", "reported", "none-passed", "cut", "killed"],
 )
 def test_a_case_is_clean_if_it_passed_and_the_tool_says_so(
     text, exit_code, is_clean, summary

@@ -248,11 +248,12 @@ def _configs(shape: Shape):
         return {
             "triton": (
                 make(tile_bytes=32768, num_programs=396),
+                make(tile_bytes=32768, num_programs=264),
+                make(num_programs=396),
                 make(num_programs=396, num_stages=4),
+                make(most_chunk=512),
                 make(most_chunk=1024),
-                make(most_chunk=4096),
                 make(head_width=64),
-                make(num_warps=2),
             )
         }
     make = triton_kernels("gqa_extend_triton").GqaExtendTritonConfig
