@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.mla_decode import MlaDecodeConfig, mla_decode, plan
 from pallas_kernels.mla_decode.config import TILE
+from pallas_kernels.mla_decode.decode import ROWS
 from pallas_kernels.mla_decode.pages import tile_blocks, tile_pieces
 from pallas_kernels.paged_rows import PagedPart
 from tests.attention_cases import (
@@ -170,7 +171,7 @@ def simulate(q, buffer, table, kv_lens, **statics):
     return mla_decode(q, buffer, table, kv_lens, **statics)
 
 
-def run_simulated(case, data, *, interpret=True):
+def run_simulated(case, data, *, interpret=True, num_ctas=3):
     """`(out, lse)` of the kernels, the rows one after the other."""
     return flat(
         simulate(
@@ -182,7 +183,7 @@ def run_simulated(case, data, *, interpret=True):
             page_size=case.page_size,
             block_offset=data.view.block_offset,
             dtype=data.view.dtype,
-            config=MlaDecodeConfig(num_ctas=3, min_tiles=1),
+            config=MlaDecodeConfig(num_ctas=num_ctas, min_tiles=1),
             interpret=interpret,
             softmax_scale=case.scale,
         )
@@ -233,6 +234,20 @@ def test_simulated(case):
     data = make_mla(case)
     oracle = absorbed_oracle(case, data, padding=0)
     assert_result(case, run_simulated(case, data), oracle, width=sum(case.dims[:2]))
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=map(str, ROWS))
+def test_two_warpgroups_of_scores_keep_their_slots(rows):
+    for cut in rows.CUTS.values():
+        assert cut.scorers == 1 or cut.ring % (2 * cut.chunks) == 0
+
+
+def test_simulated_for_longer_than_the_ring():
+    case = KIMI(rows=((1, 900),), heads=2, store="e4m3", dims=(256, 64, 64, 64))
+    data = make_mla(case)
+    oracle = absorbed_oracle(case, data, padding=0)
+    result = run_simulated(case, data, num_ctas=1)
+    assert_result(case, result, oracle, width=sum(case.dims[:2]))
 
 
 def test_simulated_bits_do_not_depend_on_the_pages():
@@ -446,6 +461,17 @@ ON_CARD = {
     ),
     "P64-H32-D384": KIMI(
         rows=((1, 3000), (1, 33)), heads=32, page_size=64, dims=(384, 64, 64, 64)
+    ),
+    # A CTA has more tiles than the ring, twice over.
+    "long-D256-e4m3": KIMI(
+        rows=((1, 6000),) * 30,
+        heads=8,
+        page_size=64,
+        store="e4m3",
+        dims=(256, 64, 64, 64),
+    ),
+    "long-D128": KIMI(
+        rows=((1, 6000),) * 30, heads=4, page_size=64, dims=(128, 64, 64, 64)
     ),
     "P128-H64-D384": KIMI(
         rows=((1, 3000), (1, 33)), heads=64, page_size=128, dims=(384, 64, 64, 64)

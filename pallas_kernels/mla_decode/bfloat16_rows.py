@@ -21,29 +21,25 @@ from pallas_kernels.mla_decode.config import (
     SWIZZLE,
     TILE,
 )
+from pallas_kernels.mla_decode.rows import Cut, LatentRows
 from pallas_kernels.mla_decode.softmax import accumulate, clear_tail
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bfloat16Rows:
-    """How rows of bfloat16 are held and multiplied.
+class Bfloat16Rows(LatentRows):
+    """How rows of bfloat16 are held and multiplied."""
 
-    Attributes:
-      latent_dim: Elements of a row that are key and value.
-    """
-
-    latent_dim: int
-
-    RINGS: ClassVar = {128: (1, 6), 256: (1, 4), 384: (1, 2), 512: (3, 6)}
-    """Chunks of a tile and of the ring, by ``latent_dim``."""
+    CUTS: ClassVar = {
+        128: Cut(chunks=1, ring=6, scorers=1),
+        256: Cut(chunks=1, ring=4, scorers=1),
+        384: Cut(chunks=1, ring=2, scorers=1),
+        512: Cut(chunks=3, ring=6, scorers=1),
+    }
     storage_dtype: ClassVar = jnp.bfloat16
     operand_dtype: ClassVar = jnp.bfloat16
     output_dtype: ClassVar = jnp.bfloat16
     output_swizzle: ClassVar = SWIZZLE
     value_scale: ClassVar = 1.0
-    scorers: ClassVar = 1
-    registers: ClassVar = {"scores": 160, "values": 240, "loads": 40}
-    """Of a thread, by role; the three warpgroups share 512."""
 
     @property
     def row_width(self) -> int:
@@ -54,16 +50,6 @@ class Bfloat16Rows:
     def output_width(self) -> int:
         """Elements of an output, of the output dtype."""
         return self.latent_dim
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a tile."""
-        return self.RINGS[self.latent_dim][0]
-
-    @property
-    def ring(self) -> int:
-        """Chunks of the ring."""
-        return self.RINGS[self.latent_dim][1]
 
     @property
     def chunk(self) -> int:

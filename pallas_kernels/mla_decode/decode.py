@@ -97,8 +97,8 @@ def mla_decode(
     num_rows, query_len, num_heads, row_dim = q.shape
     if dtype not in ROWS:
         raise ValueError(f"rows must be {' or '.join(map(str, ROWS))}, not {dtype}")
-    if latent_dim not in ROWS[dtype].RINGS:
-        allowed = ", ".join(map(str, ROWS[dtype].RINGS))
+    if latent_dim not in ROWS[dtype].CUTS:
+        allowed = ", ".join(map(str, ROWS[dtype].CUTS))
         raise ValueError(f"{latent_dim=} of {dtype} must be one of {allowed}")
     if q.dtype != jnp.bfloat16 or row_dim != latent_dim + ROPE_DIM:
         raise ValueError(

@@ -29,6 +29,7 @@ from pallas_kernels.mla_decode.config import (
     TILE,
     zeros,
 )
+from pallas_kernels.mla_decode.rows import Cut, LatentRows
 from pallas_kernels.mla_decode.words import (
     pack_bfloat16,
     split_elements,
@@ -47,28 +48,19 @@ SWIZZLE_PAIRS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8Rows:
-    """How rows of e4m3 are held and multiplied.
+class Float8Rows(LatentRows):
+    """How rows of e4m3 are held and multiplied."""
 
-    Attributes:
-      latent_dim: Elements of a row that are key and value.
-    """
-
-    latent_dim: int
-
-    RINGS: ClassVar = {256: 7, 512: 4}
-    """Tiles of the ring, by ``latent_dim``."""
+    CUTS: ClassVar = {
+        256: Cut(chunks=1, ring=6, scorers=2),
+        512: Cut(chunks=1, ring=4, scorers=2),
+    }
     storage_dtype: ClassVar = jnp.uint16
     operand_dtype: ClassVar = jnp.float16
     output_dtype: ClassVar = jnp.uint32
     output_swizzle: ClassVar = SWIZZLE_32_BITS
     value_scale: ClassVar = 2.0**8
     """Of values against operands."""
-    scorers: ClassVar = 2
-    registers: ClassVar = {"scores": 120, "values": 232, "loads": 40}
-    """Of a thread, by role; the four warpgroups share 512."""
-    chunks: ClassVar = 1
-    """Chunks of a tile."""
 
     @property
     def row_width(self) -> int:
@@ -79,11 +71,6 @@ class Float8Rows:
     def output_width(self) -> int:
         """Words of an output, which has as many as a row has pairs of values."""
         return self.latent_dim // 2
-
-    @property
-    def ring(self) -> int:
-        """Chunks of the ring."""
-        return self.RINGS[self.latent_dim]
 
     @property
     def blocks(self) -> int:
