@@ -1,4 +1,4 @@
-"""The extend kernels: their tiles, the simulator against float64, and a card."""
+"""The extend kernel over K and V: the simulator against float64, and a card."""
 
 import dataclasses
 import functools as ft
@@ -10,23 +10,12 @@ import pytest
 
 from pallas_kernels.extend import (
     ExtendConfig,
-    Problem,
-    Source,
-    expand_heads,
-    make_plan,
-    schedule,
 )
-from pallas_kernels.extend.config import default_config
-from pallas_kernels.extend.tiles import Tiles, cut_on_grid
 from tests.attention_cases import (
     Gqa,
-    Mla,
     assert_result,
-    expanded_oracle,
     gqa_oracle,
     make_gqa,
-    make_mla,
-    run_expanded,
     run_gqa,
 )
 from tests.gpu_compile import (
@@ -38,182 +27,13 @@ from tests.pools import POISON
 from ukv import ops
 from ukv.ids import KernelBlocks
 from ukv.layout import unified_layout
-from ukv.ops import expanded_rows
-from ukv.ops.expanded_rows import WORKSPACE_BYTES
-from ukv.ops.extend_kernels import gqa_packed, mla_packed
+from ukv.ops.extend_kernels import gqa_packed
 from ukv.ops.online_softmax import Scoring
 from ukv.pool import create_pool, write_entries
-from ukv.spec import AttentionSpec, MLASpec
+from ukv.spec import AttentionSpec
 
 BF16 = {"store": "bf16", "compute": "bf16"}
 MIXED = ((1, 1), (5, 37), (0, 0), (19, 19), (1, 48), (0, 20))
-
-# Tiles
-
-cut = jax.jit(cut_on_grid, static_argnames=("num_tokens", "block_q"))
-
-
-def whole_rows(kv_lens):
-    """All keys of all rows are there."""
-    return jnp.zeros(len(kv_lens), jnp.int32), jnp.asarray(kv_lens, jnp.int32)
-
-
-deal = jax.jit(schedule.deal, static_argnames=("num_groups", "num_ctas"))
-
-TILE_CASES = {
-    "example": ([5, 0, 3], [9, 0, 3], 10, 4),
-    "aligned": ([64, 128], [64, 500], 192, 64),
-    "ragged": ([1, 70, 0, 63, 2], [7, 70, 4, 100, 1], 150, 64),
-    "no-padding": ([3, 130], [3, 200], 133, 64),
-    "empty": ([0, 0], [3, 0], 70, 64),
-    "token-each": ([1] * 9, [4] * 9, 9, 64),
-}
-
-
-@pytest.mark.parametrize("case", TILE_CASES.values(), ids=TILE_CASES.keys())
-def test_every_token_is_in_one_tile(case):
-    query_lens, kv_lens, num_tokens, block_q = case
-    bounds = np.cumsum([0, *query_lens])
-    tiles, places = cut(
-        jnp.asarray(bounds, jnp.int32),
-        jnp.asarray(kv_lens, jnp.int32),
-        *whole_rows(kv_lens),
-        num_tokens=num_tokens,
-        block_q=block_q,
-    )
-    places = np.asarray(places)
-    seen = np.zeros(num_tokens, int)
-    for number, tile in enumerate(np.stack(tiles, axis=1).tolist()):
-        row, base, first, end, position, key_start, key_end = tile
-        assert key_start == 0
-        assert base % block_q == 0
-        assert 0 <= first <= end <= block_q
-        for place in range(first, end):
-            token = base + place
-            seen[token] += 1
-            assert places[token] == number * block_q + place
-            if token < bounds[-1]:
-                owner = np.searchsorted(bounds[1:], token, side="right")
-                context_len = kv_lens[owner] - query_lens[owner]
-                assert (row, key_end) == (owner, kv_lens[owner])
-                assert position + place == context_len + token - bounds[owner]
-            else:
-                assert key_end == 0
-                assert position + place < 0
-    assert (seen == 1).all()
-
-
-# Schedule
-
-
-@pytest.mark.parametrize("num_ctas", [1, 3, 16])
-@pytest.mark.parametrize("num_groups", [1, 4, 5])
-def test_every_piece_is_dealt_once(num_ctas, num_groups):
-    tiles, _ = cut(
-        jnp.asarray([0, 700, 700, 703, 900]),
-        jnp.asarray([700, 3, 1000, 197]),
-        *whole_rows([700, 3, 1000, 197]),
-        num_tokens=960,
-        block_q=64,
-    )
-    cost = schedule.costs(tiles, block_kv=64, window=None)
-    pieces, counts = deal(tiles, cost, num_groups=num_groups, num_ctas=num_ctas)
-    found, loads = [], []
-    for mine, count in zip(np.asarray(pieces), np.asarray(counts), strict=True):
-        number, group = mine[:count, schedule.TILE], mine[:count, schedule.HEADS]
-        assert (np.diff(group) >= 0).all()
-        np.testing.assert_array_equal(
-            mine[:count, : len(tiles)], np.stack(tiles, axis=1)[number]
-        )
-        found += zip(number.tolist(), group.tolist(), strict=True)
-        loads.append(np.asarray(cost)[number].sum())
-    live = np.flatnonzero(np.asarray(cost)).tolist()
-    assert sorted(found) == [(n, g) for n in live for g in range(num_groups)]
-    assert max(loads) - min(loads) <= np.max(cost)
-
-
-def test_the_example_of_the_schedule():
-    cost = jnp.asarray([1, 2, 2, 7, 7, 8, 8, 9, 9], jnp.int32)
-    tiles = Tiles(*[jnp.zeros(9, jnp.int32)] * 7)
-    pieces, counts = deal(tiles, cost, num_groups=1, num_ctas=3)
-    dealt = np.asarray(cost)[np.asarray(pieces)[:, :, schedule.TILE]]
-    assert dealt.tolist() == [[9, 7, 2], [9, 7, 2], [8, 8, 1]]
-    assert counts.tolist() == [3, 3, 3]
-
-
-def test_costs_are_blocks_and_one():
-    tiles, _ = cut(
-        jnp.asarray([0, 64, 128]),
-        jnp.asarray([64, 1000]),
-        *whole_rows([64, 1000]),
-        num_tokens=128,
-        block_q=64,
-    )
-    assert schedule.costs(tiles, block_kv=64, window=None).tolist() == [2, 17, 0, 0]
-    assert schedule.costs(tiles, block_kv=64, window=10).tolist() == [2, 3, 0, 0]
-    tiles = tiles._replace(key_start=jnp.asarray([0, 128, 0, 0]))
-    tiles = tiles._replace(key_end=jnp.asarray([64, 512, 0, 0]))
-    assert schedule.costs(tiles, block_kv=64, window=None).tolist() == [2, 7, 0, 0]
-
-
-# Sizes
-
-GQA = Problem(
-    num_q_heads=8,
-    num_kv_heads=2,
-    keys=(Source(0, 128, 1),),
-    value=Source(0, 128, 1),
-    page_size=16,
-    softmax_scale=0.1,
-    window=None,
-    soft_cap=None,
-    has_sinks=False,
-)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num_q_heads": 5}, "problem.num_q_heads=5 must be a multiple"),
-        ({"keys": (Source(0, 96, 1),)}, "multiples of 64 columns"),
-        ({"value": Source(0, 64, 1)}, "values of 64 must be as wide"),
-        ({"page_size": 4}, "page_size=4 must be a multiple of 8"),
-        ({"page_size": 48}, "page_size=48 must be a multiple of 8 and divide"),
-        ({"softmax_scale": -1.0}, "softmax_scale=-1.0 must be positive"),
-        ({"window": 0}, "window=0 must be 1 or more"),
-        ({"soft_cap": 0.0}, "soft_cap=0.0 must be positive"),
-    ],
-)
-def test_problems_that_the_kernel_cannot_do(changed, message):
-    with pytest.raises(ValueError, match=message):
-        make_plan(GQA._replace(**changed), ExtendConfig())
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"block_kv": 96}, "block_kv=96 must be a multiple of 64"),
-        ({"stages": 1}, "stages=1 must be at least 2"),
-        ({"q_stages": 3}, "q_stages=3 must be 1 or 2"),
-        ({"num_ctas": 0}, "num_ctas=0 must be at least 1"),
-    ],
-)
-def test_configs_out_of_range(values, message):
-    with pytest.raises(ValueError, match=message):
-        ExtendConfig(**values)
-
-
-def test_a_config_that_does_not_fit():
-    with pytest.raises(ValueError, match="bytes of shared memory"):
-        make_plan(GQA, ExtendConfig(stages=4))
-
-
-def test_the_default_has_the_stages_that_fit():
-    narrow = GQA._replace(keys=(Source(0, 64, 1),), value=Source(0, 64, 1))
-    assert default_config(GQA).stages == 2
-    assert default_config(narrow).stages == 4
-    assert make_plan(narrow, default_config(narrow)).smem_bytes <= 227 << 10
-
 
 # In the simulator
 
@@ -304,83 +124,6 @@ def test_simulated(case, config):
     assert_result(case, result, gqa_oracle(case, data), width=case.dims[0])
 
 
-KIMI = ft.partial(Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16")
-TINY = ft.partial(Mla, dims=(128, 64, 64, 64), store="bf16", compute="bf16")
-SIMULATED_MLA = {
-    "P16-mixed": (KIMI(rows=MIXED, heads=1), None),
-    "P64-pieces": (
-        KIMI(rows=((3, 300), (0, 0), (129, 140)), heads=1, page_size=64),
-        128,
-    ),
-    "P128-e4m3": (
-        KIMI(rows=((66, 200), (1, 3)), heads=2, page_size=128, store="e4m3"),
-        256,
-    ),
-    "tiny": (TINY(rows=((3, 150), (0, 0), (70, 70), (1, 5)), heads=2), 128),
-}
-
-jit_mla_packed = jax.jit(
-    mla_packed,
-    static_argnames=("view", "softmax_scale", "config", "piece_len", "interpret"),
-)
-
-
-@pytest.mark.parametrize(
-    ("case", "piece_len"), cases_of(SIMULATED_MLA, slow=("P16-mixed", "P128-e4m3"))
-)
-def test_simulated_mla(case, piece_len):
-    data = make_mla(case)
-    result = jit_mla_packed(
-        jnp.asarray(data.q_heads),
-        jnp.asarray(data.w_kc),
-        jnp.asarray(data.w_vc),
-        data.pool.buffers,
-        data.view,
-        data.pool.table.ids,
-        **case.batch,
-        softmax_scale=case.scale,
-        config=CONFIG,
-        piece_len=piece_len,
-        interpret=True,
-    )
-    oracle = expanded_oracle(case, data)
-    assert_result(case, result, oracle, width=192, operand="bfloat16")
-
-
-jit_expand = jax.jit(expand_heads, static_argnames=("num_ctas", "interpret"))
-
-
-@pytest.mark.parametrize("num_places", [0, 130, 384, 9999])
-def test_expanded_heads(num_places):
-    rng = np.random.default_rng(0)
-    latents = jnp.asarray(rng.standard_normal((384, 192)), jnp.bfloat16)
-    weights = jnp.asarray(rng.standard_normal((3, 64, 128)), jnp.bfloat16)
-    found = jit_expand(
-        latents, weights, jnp.int32(num_places), num_ctas=2, interpret=True
-    )
-    used = min(num_places, 384)
-    rows, columns = (np.asarray(x, np.float64) for x in (latents[:, :128], weights))
-    wanted = np.einsum("tl,hwl->htw", rows, columns)[:, :used]
-    error = np.abs(np.asarray(found, np.float64)[:, :used] - wanted)
-    assert error.max(initial=0) <= 2**-8 * np.abs(wanted).max(initial=0)
-
-
-@pytest.mark.parametrize(
-    ("places", "width", "latent_dim", "message"),
-    [
-        (100, 64, 64, "max_places=100 must be a multiple of 128"),
-        (128, 96, 64, "width=96 and latent_dim=64 of 64"),
-        (128, 320, 64, "width=320 must be up to 256"),
-        (128, 64, 256, "latent_dim=256 up to 192"),
-    ],
-)
-def test_sizes_that_are_not_expanded(places, width, latent_dim, message):
-    latents = jnp.zeros((places, 192), jnp.bfloat16)
-    weights = jnp.zeros((1, width, latent_dim), jnp.bfloat16)
-    with pytest.raises(ValueError, match=message):
-        expand_heads(latents, weights, jnp.int32(1))
-
-
 def test_simulated_bits_do_not_depend_on_the_pages():
     case, config = SIMULATED["D64-mixed"]
     first, second = make_gqa(case, seed=1), make_gqa(case, seed=2)
@@ -390,6 +133,14 @@ def test_simulated_bits_do_not_depend_on_the_pages():
     )
     for a, b in pairs:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=1)
+
+
+def test_no_tokens():
+    case, config = SIMULATED["D64-mixed"]
+    data = dataclasses.replace(make_gqa(case), q=jnp.zeros((0, 2, 64), jnp.bfloat16))
+    out, lse = simulate(case, data, config)
+    assert out.shape == (0, 2, 64)
+    assert lse.shape == (0, 2)
 
 
 # For a card that is not here
@@ -448,43 +199,6 @@ def test_compiled_without_copies(sizes):
     assert "mosaic_gpu" in program.hlo_text
     assert program.temp_bytes < 2 << 20
     assert pool_sized_copies(program.hlo_text, 1 << 24) == []
-
-
-@requires_h200_compiler
-def test_mla_compiled_without_copies():
-    spec = MLASpec(name="mla", num_layers=4, page_size=64, latent_dim=512, rope_dim=64)
-    layout = unified_layout([spec], pool_bytes=6 << 30)
-    view = layout.part_view("mla", layer=3, part="latent")
-    pool = jax.eval_shape(ft.partial(create_pool, layout))
-
-    def step(q, w_kc, w_vc, buffers, ids, cu_query_lens, kv_lens):
-        return ops.mla_extend(
-            q,
-            w_kc,
-            w_vc,
-            buffers,
-            view,
-            KernelBlocks(ids=ids, sub_pool="mla"),
-            cu_query_lens=cu_query_lens,
-            kv_lens=kv_lens,
-            max_query_len=1024,
-            softmax_scale=0.1,
-        )
-
-    shape = jax.ShapeDtypeStruct
-    program = compile_for_h200(
-        step,
-        shape((1024, 32, 192), jnp.bfloat16),
-        shape((32, 128, 512), jnp.bfloat16),
-        shape((32, 128, 512), jnp.bfloat16),
-        pool.buffers,
-        shape((3, 1024), jnp.int32),
-        shape((4,), jnp.int32),
-        shape((3,), jnp.int32),
-    )
-    assert "mosaic_gpu" in program.hlo_text
-    assert program.temp_bytes < 2.5 * WORKSPACE_BYTES
-    assert pool_sized_copies(program.hlo_text, WORKSPACE_BYTES // 2) == []
 
 
 # On a card
@@ -570,14 +284,6 @@ def random_case(seed):
     )
 
 
-def test_no_tokens():
-    case, config = SIMULATED["D64-mixed"]
-    data = dataclasses.replace(make_gqa(case), q=jnp.zeros((0, 2, 64), jnp.bfloat16))
-    out, lse = simulate(case, data, config)
-    assert out.shape == (0, 2, 64)
-    assert lse.shape == (0, 2)
-
-
 def check_on_card(case):
     data = make_gqa(case)
     result = run_gqa(case, data, implementation="mosaic_gpu")
@@ -652,37 +358,6 @@ def test_far_pages(pool_bytes, implementation):
 @pytest.mark.parametrize("case", ON_CARD.values(), ids=ON_CARD.keys())
 def test_on_a_card(case):
     check_on_card(case)
-
-
-MLA_ON_CARD = {
-    "P64-H32": KIMI(
-        rows=((300, 300), (1, 1), (0, 0), (200, 800), (1, 900), (64, 64)),
-        heads=32,
-        page_size=64,
-    ),
-    "P16-H3": KIMI(rows=((77, 78), (1, 16), (1, 17), (200, 333), (4, 2)), heads=3),
-    "P128-e5m2": KIMI(
-        rows=((300, 900), (17, 500)), heads=4, page_size=128, store="e5m2"
-    ),
-    "P1": KIMI(rows=((70, 200), (17, 50)), heads=4, page_size=1, placement="high"),
-    "tiny": TINY(rows=((300, 400), (1, 90), (64, 64)), heads=4, page_size=64),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", MLA_ON_CARD.values(), ids=MLA_ON_CARD.keys())
-@pytest.mark.parametrize("workspace", [WORKSPACE_BYTES, 1 << 21])
-def test_mla_on_a_card(case, workspace, monkeypatch):
-    monkeypatch.setattr(expanded_rows, "WORKSPACE_BYTES", workspace)
-    jax.clear_caches()
-    data = make_mla(case)
-    result = run_expanded(case, data, implementation="mosaic_gpu")
-    oracle = expanded_oracle(case, data)
-    assert_result(case, result, oracle, width=192, operand="bfloat16")
-    moved = make_mla(case, seed=1)
-    again = run_expanded(case, moved, implementation="mosaic_gpu")
-    for a, b in zip(result, again, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
 @pytest.mark.gpu
