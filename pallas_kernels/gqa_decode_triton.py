@@ -172,6 +172,11 @@ def plan_decode(
     least_chunk = min(1024, max(128, next_power_of_2(2 * num_items)))
     long_chunks = min(max_chunks, -(-most_seen // config.most_chunk))
     part_chunks = min(max(even_chunks, long_chunks), -(-most_seen // least_chunk))
+    part_chunks = 1 if is_short else part_chunks
+    follow = part_chunks == 1 and num_items > num_programs
+    if follow and not is_short and has_large_shared_memory():
+        # Fewer programs at a time, with more in flight, come to their end together.
+        num_stages += 1
     return DecodePlan(
         heads=heads,
         block_m=block_m,
@@ -181,7 +186,7 @@ def plan_decode(
         even_chunks=even_chunks,
         least_chunk=least_chunk,
         max_chunks=max_chunks,
-        part_chunks=1 if is_short else part_chunks,
+        part_chunks=part_chunks,
         num_stages=num_stages,
         num_programs=num_programs,
     )

@@ -1,6 +1,7 @@
 """The kernel benchmark: wrong results are not timed, peers are matched by shape."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -14,10 +15,12 @@ from scripts.kernel_benches import roofline
 from scripts.kernel_benches.case import (
     COLD_BYTES,
     BenchCase,
+    MergedCallsError,
     Program,
     WrongResultError,
     check,
     compile_program,
+    launches,
     measure,
 )
 from scripts.kernel_benches.comparison import (
@@ -32,6 +35,7 @@ from scripts.kernel_benches.comparison import (
 from scripts.kernel_benches.precompile import Job, compiled_programs, pack_programs
 from scripts.kernel_benches.random_words import random_words
 from scripts.kernel_benches.registry import all_cases, select
+from tests.gpu_compile import compile_for_h200, requires_h200_compiler
 from ukv.implementation import SUPPORT, Target
 
 CASES = all_cases()
@@ -120,6 +124,37 @@ def test_a_step_touches_more_than_the_cache_holds(case):
     for implementation in case.implementations:
         program = case.program(implementation, None)
         assert program.touched_bytes >= COLD_BYTES
+
+
+def first_of_each(implementation):
+    cases = {case.op: case for case in reversed(CASES) if not case.small}
+    return [c for c in cases.values() if implementation in c.implementations]
+
+
+@requires_h200_compiler
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        *((case, "triton") for case in first_of_each("triton")),
+        *((c, "mosaic_gpu") for c in first_of_each("mosaic_gpu") if "extend" in c.op),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.op,
+)
+def test_no_two_calls_of_a_step_are_merged(case, implementation):
+    program = case.program(implementation, None)
+    state = jax.eval_shape(program.make)
+    found = launches(compile_for_h200(program.step, state, donate_argnums=0).hlo_text)
+    assert found
+    assert {name: n for name, n in found.items() if n % program.calls} == {}
+
+
+def test_a_step_of_merged_calls_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        "scripts.kernel_benches.case.launches", lambda _: {"gate": 2, "scan": 3}
+    )
+    program = dataclasses.replace(made_up_case().program("xla", None), calls=2)
+    with pytest.raises(MergedCallsError, match="scan is launched 3 times in 2 calls"):
+        compile_program(program)
 
 
 @pytest.mark.parametrize("error", [2e-3, float("nan")])
@@ -351,6 +386,49 @@ def test_the_key_of_a_case_is_what_its_kernel_asks_for(op, monkeypatch):
     jax.eval_shape(program.step, jax.eval_shape(program.make))
     wanted = op, "triton", tune_kernels.key_of(case), case.shape["batch"]
     assert asked[0] == wanted
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        entry
+        for path in sorted(tuning.TUNED.glob("*.json"))
+        for entry in json.loads(path.read_text())["entries"]
+    ],
+    ids=lambda e: f"{e['op']}-{e['key']['page_size']}-{e['batch']}",
+)
+def test_a_kernel_runs_as_it_was_tuned(entry, monkeypatch):
+    h200 = Target(platform="gpu", capability=90)
+    monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
+    op, kernels = entry["op"], f"pallas_kernels.{entry['op']}_triton"
+    monkeypatch.setattr(
+        f"{kernels}.tuned_config",
+        functools.partial(tuning.tuned_config, device_kind="NVIDIA H200"),
+    )
+    launched = []
+
+    def record(kernel, *operands, outputs, **options):
+        del kernel, operands
+        launched.append(options)
+        return [jnp.zeros(out.shape, out.dtype) for out in outputs]
+
+    monkeypatch.setattr(f"{kernels}.launch", record)
+    cases = select(CASES, ops=[op], where={}, small=False)
+    case = next(
+        case for case in cases if dict(case.shape) == entry["evidence"]["shape"]
+    )
+    assert tune_kernels.key_of(case) == entry["key"]
+    program = case.program("triton", None)
+    jax.eval_shape(program.step, jax.eval_shape(program.make))
+    wanted = entry["config"]
+    first = launched[0]
+    assert first["num_stages"] == wanted.get("num_stages", first["num_stages"])
+    assert first["grid"][0] <= wanted.get("num_programs", first["grid"][0])
+    evidence = entry["evidence"]
+    is_default_kept = evidence["us"] == evidence["default_us"]
+    assert is_default_kept == (not wanted)
+    least = 1 - tune_kernels.LEAST_GAIN
+    assert is_default_kept or evidence["us"] < least * evidence["default_us"]
 
 
 def test_tuning_takes_no_wrong_configuration():

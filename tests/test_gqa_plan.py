@@ -100,6 +100,16 @@ def test_equal_rows_fill_the_rounds_of_the_programs():
         assert rounds / -(-rounds // 1) > 0.9
 
 
+def test_programs_that_follow_each_other_have_more_in_flight():
+    many = plan(rows=128, most_seen=2048)
+    assert (many.part_chunks, many.num_stages) == (1, 4)
+    assert many.num_items > many.num_programs
+    few = plan(rows=64, most_seen=1024)
+    assert few.num_items <= few.num_programs
+    for found in (few, plan(rows=64, most_seen=8192)):
+        assert found.num_stages == 3
+
+
 def test_powers_of_2():
     assert [next_power_of_2(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
 

@@ -1,6 +1,8 @@
 """What a case of the kernel benchmark is: compiled first, then checked and timed."""
 
+import collections
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -130,10 +132,38 @@ class Compiled:
     without: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]] | None = None
 
 
+class MergedCallsError(ValueError):
+    """XLA ran a kernel of a step less often than the step calls the op."""
+
+
+def launches(hlo_text: str) -> collections.Counter[str]:
+    """Return how often a compiled program launches each Triton or Mosaic GPU kernel."""
+    return collections.Counter(
+        found["ptx"] or found["mosaic"] for found in _LAUNCH.finditer(hlo_text)
+    )
+
+
+_LAUNCH = re.compile(
+    r'custom-call\(.*custom_call_target="(?:'
+    r'__gpu\$xla\.gpu\.ptx".* name = "(?P<ptx>[^"]+)"'
+    r'|mosaic_gpu[^"]*".*op_name="(?:[^"/]*/)*?(?P<mosaic>[^"/]+)/[^"/]+")'
+)
+
+
+def _compiled_step(step: jax.stages.Wrapped, leaves, calls: int):
+    """Compile a step; MergedCallsError if it does not run every kernel in each call."""
+    compiled = step.lower(leaves).compile()
+    for name, count in launches(compiled.as_text() or "").items():
+        if count % calls:
+            raise MergedCallsError(f"{name} is launched {count} times in {calls} calls")
+    return compiled
+
+
 def compilers(program: Program) -> dict[str, Callable[[], jax.stages.Compiled]]:
     """Return what compiles each function, for a state that is a tuple of arrays.
 
-    Each raises UnsupportedError if the implementation does not cover the case.
+    Each raises UnsupportedError if the implementation does not cover the case, and
+    that of the step MergedCallsError if XLA found that calls do the same work.
     """
     tree = jax.tree.structure(jax.eval_shape(program.make))
 
@@ -156,7 +186,7 @@ def compilers(program: Program) -> dict[str, Callable[[], jax.stages.Compiled]]:
     leaves = jax.eval_shape(make)
     functions = {
         "make": lambda: jax.jit(make).lower().compile(UNTIMED),
-        "step": lambda: on_leaves(program.step).lower(leaves).compile(),
+        "step": lambda: _compiled_step(on_leaves(program.step), leaves, program.calls),
         "error": lambda: jax.jit(error).lower(leaves).compile(UNTIMED),
     }
     without = program.without
