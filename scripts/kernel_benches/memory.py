@@ -157,6 +157,8 @@ class Writes:
       layout: A pool of one sub-pool with room for all of them.
       tokens: Tokens of a group.
       groups: How many, each with places of its own.
+      in_pages: The tokens of a group fill pages, as those of a prefill do. Else each
+        has a place anywhere, as those of a decode do.
       is_projected: The values of a layer are a product of 256 rows, as in a step of a
         model; the time is then what the writes add to that step. Else they lie in
         memory, and a step only writes.
@@ -165,6 +167,7 @@ class Writes:
     layout: PoolLayout
     tokens: int
     groups: int
+    in_pages: bool
     is_projected: bool
 
     @property
@@ -187,9 +190,10 @@ class Writes:
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """Return kernel blocks and offsets of each group's tokens."""
         sub = self.sub
-        slots = np.random.default_rng(0).permutation(sub.num_pages * sub.page_size)
+        slots = np.arange(sub.num_pages * sub.page_size, dtype=np.int32)
+        units = slots.reshape(-1, sub.page_size if self.in_pages else 1)
+        slots = np.random.default_rng(0).permutation(units).reshape(-1)
         slots = slots[: self.groups * self.tokens].reshape(self.groups, self.tokens)
-        slots = slots.astype(np.int32)
         blocks = slots // sub.page_size * sub.blocks_per_page
         return blocks, slots % sub.page_size
 
@@ -289,6 +293,7 @@ def _write(
     groups: int,
     *,
     num_layers: int = 7,
+    in_pages: bool = False,
     is_projected: bool = False,
     small: bool = False,
 ) -> BenchCase:
@@ -299,7 +304,11 @@ def _write(
     slots = groups * tokens + 8 * spec.page_size
     layout = unified_layout([spec], pool_bytes=slots * num_layers * entry_bytes)
     writes = Writes(
-        layout=layout, tokens=tokens, groups=groups, is_projected=is_projected
+        layout=layout,
+        tokens=tokens,
+        groups=groups,
+        in_pages=in_pages,
+        is_projected=is_projected,
     )
     return BenchCase(
         op="kv_write",
@@ -307,6 +316,7 @@ def _write(
             "kind": kind,
             "entry_bytes": entry_bytes,
             "tokens": tokens,
+            "places": "pages" if in_pages else "scattered",
             "layers": num_layers,
             "page_size": spec.page_size,
             "dtype": "bfloat16",
@@ -337,8 +347,9 @@ def cases() -> list[BenchCase]:
         _write("kv", 256, 16, is_projected=True),
         _write("mla", 256, 56, is_projected=True),
         _write("mla", 256, 15, num_layers=27, is_projected=True),
-        _write("kv", 32768, 1),
+        _write("kv", 32768, 1, in_pages=True),
+        _write("mla", 32768, 1, in_pages=True),
         _write("mla", 32768, 1),
-        _write("kv", 5, 2, num_layers=2, small=True),
+        _write("kv", 5, 2, num_layers=2, in_pages=True, small=True),
         _write("kv", 5, 2, num_layers=1, is_projected=True, small=True),
     ]
