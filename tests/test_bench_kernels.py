@@ -235,7 +235,9 @@ def test_a_record_is_printed_as_markdown(monkeypatch, capsys):
     assert all("<= " in line or ">= " in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["peers_h200.json", "targets_h200.json"])
+@pytest.mark.parametrize(
+    "name", ["peers_h200.json", "peers_fla_h200.json", "targets_h200.json"]
+)
 def test_recorded_peers_and_targets_belong_to_cases(name):
     lines = read_lines(benchmark_records() / name)
     timed = [case for case in CASES if not case.small]
