@@ -179,22 +179,21 @@ _MLA_EXTEND = dataclasses.replace(
     storage_dtypes=("bfloat16", *_FLOAT8),
     widths=((576, 512, 128, 128),),
 )
-_MLA_HOPPER = dataclasses.replace(_GQA_EXTEND, widths=((576, 512),))
+_MLA_HOPPER = dataclasses.replace(
+    _GQA_EXTEND, widths=((576, 512), (320, 256), (192, 128))
+)
 _MLA_ROWS = (
     _MLA_HOPPER,
+    dataclasses.replace(_MLA_HOPPER, page_sizes=(64, 128), widths=((448, 384),)),
+    dataclasses.replace(_MLA_HOPPER, by_default=False, widths=((448, 384),)),
     dataclasses.replace(
-        _MLA_HOPPER, page_sizes=(16, 64, 128), storage_dtypes=("float8_e4m3fn",)
-    ),
-    dataclasses.replace(
-        _MLA_HOPPER,
-        by_default=False,
-        widths=tuple((latent + 64, latent) for latent in (128, 256, 384)),
+        _MLA_HOPPER, storage_dtypes=("float8_e4m3fn",), widths=((576, 512),)
     ),
     dataclasses.replace(
         _MLA_HOPPER,
         by_default=False,
         storage_dtypes=("float8_e4m3fn",),
-        widths=((320, 256), (576, 512)),
+        widths=((320, 256),),
     ),
     # What a program holds of queries and keys takes all of its shared memory.
     Support(
