@@ -187,13 +187,9 @@ _MLA_ROWS = (
     dataclasses.replace(_MLA_HOPPER, page_sizes=(64, 128), widths=((448, 384),)),
     dataclasses.replace(_MLA_HOPPER, by_default=False, widths=((448, 384),)),
     dataclasses.replace(
-        _MLA_HOPPER, storage_dtypes=("float8_e4m3fn",), widths=((576, 512),)
-    ),
-    dataclasses.replace(
         _MLA_HOPPER,
-        by_default=False,
         storage_dtypes=("float8_e4m3fn",),
-        widths=((320, 256),),
+        widths=((576, 512), (320, 256)),
     ),
     # What a program holds of queries and keys takes all of its shared memory.
     Support(
@@ -272,8 +268,13 @@ SUPPORT: Mapping[str, tuple[Support, ...]] = {
     "mla_decode": _MLA_ROWS,
     "mla_extend": (
         _MLA_EXTEND,
-        # As small as a model of a few million parameters. Of its pages only those of 32
-        # tokens ran on a card.
+        # As small as a model of a few million parameters.
+        dataclasses.replace(
+            _MLA_EXTEND,
+            page_sizes=(16, 32, 64, 128),
+            storage_dtypes=("bfloat16",),
+            widths=((192, 128, 64, 64),),
+        ),
         dataclasses.replace(
             _MLA_EXTEND, by_default=False, widths=((192, 128, 64, 64),)
         ),

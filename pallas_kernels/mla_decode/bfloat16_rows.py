@@ -30,8 +30,8 @@ class Bfloat16Rows(LatentRows):
     """How rows of bfloat16 are held and multiplied."""
 
     CUTS: ClassVar = {
-        128: Cut(chunks=1, ring=6, scorers=1),
-        256: Cut(chunks=1, ring=4, scorers=1),
+        128: Cut(chunks=1, ring=6, scorers=2),
+        256: Cut(chunks=1, ring=4, scorers=2),
         384: Cut(chunks=1, ring=2, scorers=1),
         512: Cut(chunks=3, ring=6, scorers=1),
     }
