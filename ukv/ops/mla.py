@@ -24,7 +24,8 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers, blocks_of_pages, read_keys, table_of
-from ukv.ops.mla_kernels import extend_heads, mla_rows, mla_tiles
+from ukv.ops.mla_absorbed import mla_rows, mla_tiles
+from ukv.ops.mla_kernels import extend_heads
 from ukv.ops.online_softmax import (
     BlockShape,
     ReadBlock,
