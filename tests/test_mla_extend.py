@@ -1,4 +1,4 @@
-"""Absorbed and mixed extend of MLA: the simulator, Triton's interpreter, and a card."""
+"""Absorbed and mixed extend of MLA: how it is cut, the simulator, and a card."""
 
 import dataclasses
 import functools as ft
@@ -21,32 +21,14 @@ from tests.attention_cases import (
     run_absorbed,
     run_expanded,
 )
-from tests.gpu_compile import H200, requires_h200_compiler
-from tests.test_ops_attention import MLA_CASES, other_page
-from tests.triton_interpreter import (
-    IS_INTERPRETING,
-    assert_passes_in_the_interpreter,
-    interpret_launches,
-)
+from tests.gpu_compile import H200
+from tests.test_ops_attention import other_page
 from ukv.ops import mla_kernels
 from ukv.ops.decode_rows import find_decode_rows
 from ukv.ops.query_tiles import cut_packed
 
 KIMI = ft.partial(Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16")
-runs_triton = pytest.mark.triton
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch):
-    """Triton's interpreter in the place of a card."""
-    interpret_launches(monkeypatch, "mla_decode_triton")
-
-
-@pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
-@requires_h200_compiler
-def test_everything_here_passes_in_the_interpreter():
-    assert_passes_in_the_interpreter(__file__)
-
+TINY = ft.partial(Mla, dims=(128, 64, 64, 64), store="bf16", compute="bf16")
 
 # How a batch is cut
 
@@ -136,29 +118,14 @@ def test_absorbed(case, simulated):
 
 
 @pytest.mark.parametrize("most_absorbed", [1, 128])
-def test_heads_of_a_mixed_batch(simulated, most_absorbed, monkeypatch):
+@pytest.mark.parametrize("model", [KIMI, TINY], ids=["kimi", "tiny"])
+def test_heads_of_a_mixed_batch(simulated, model, most_absorbed, monkeypatch):
     monkeypatch.setattr(mla_kernels, "MOST_ABSORBED", most_absorbed)
-    case = KIMI(rows=((1, 70), (6, 130), (1, 1), (0, 9)), heads=1, page_size=64)
+    case = model(rows=((1, 70), (6, 130), (1, 1), (0, 9)), heads=1, page_size=64)
     data = make_mla(case)
     result = run_expanded(case, data, implementation="mosaic_gpu")
     oracle = expanded_oracle(case, data)
-    assert_result(case, result, oracle, width=192, operand="bfloat16")
-
-
-# Triton
-
-TRITON = {
-    name: MLA_CASES[name] for name in ("no-rope", "padded-row", "e4m3-bf16", "long")
-}
-
-
-@runs_triton
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", TRITON.values(), ids=TRITON.keys())
-def test_absorbed_on_triton(case):
-    data = make_mla(case)
-    result = run_absorbed(case, data, implementation="triton")
-    assert_result(case, result, absorbed_oracle(case, data), width=sum(case.dims[:2]))
+    assert_result(case, result, oracle, width=sum(case.dims[1:3]), operand="bfloat16")
 
 
 # On a card
@@ -213,6 +180,19 @@ def test_heads_on_a_card(case, implementation):
         bounded = dataclasses.replace(case, bound=bound)
         run = ft.partial(run_expanded, implementation=implementation)
         check(bounded, run, expanded_oracle, width=192, operand="bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_small_model_on_a_card(page_size):
+    rows = ((100, 400), (1, 1), (0, 0), (3, 2), (1, 300), (64, 64))
+    case = TINY(rows=rows, heads=4, page_size=page_size)
+    run = ft.partial(run_absorbed, implementation="mosaic_gpu")
+    check(case, run, absorbed_oracle, width=192)
+    run = ft.partial(run_expanded, implementation="mosaic_gpu")
+    for bound in (mla_kernels.MOST_ABSORBED, 2 * mla_kernels.MOST_ABSORBED):
+        bounded = dataclasses.replace(case, bound=bound)
+        check(bounded, run, expanded_oracle, width=128, operand="bfloat16")
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The Triton kernel of MLA decode, against the float64 oracle.
+"""The Triton kernel of MLA decode, which also extends, against the float64 oracle.
 
 On a card it runs as it is. Without one it runs in Triton's interpreter, in a process
 of its own: `test_everything_here_passes_in_the_interpreter` starts it.
@@ -17,6 +17,7 @@ from tests.attention_cases import (
     absorbed_oracle,
     assert_result,
     make_mla,
+    run_absorbed,
     run_mla_decode,
 )
 from tests.gpu_compile import (
@@ -24,7 +25,12 @@ from tests.gpu_compile import (
     pool_sized_copies,
     requires_h200_compiler,
 )
-from tests.test_ops_attention import BIT_DECODE_ROWS, MLA_DECODE_CASES, other_page
+from tests.test_ops_attention import (
+    BIT_DECODE_ROWS,
+    MLA_CASES,
+    MLA_DECODE_CASES,
+    other_page,
+)
 from tests.triton_interpreter import (
     IS_INTERPRETING,
     assert_passes_in_the_interpreter,
@@ -78,6 +84,20 @@ def test_decode(case):
     result = run_mla_decode(case, data, implementation="triton")
     oracle = absorbed_oracle(case, data, padding=0)
     assert_result(case, result, oracle, width=sum(case.dims[:2]))
+
+
+EXTEND_CASES = {
+    name: MLA_CASES[name] for name in ("no-rope", "padded-row", "e4m3-bf16", "long")
+}
+
+
+@runs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXTEND_CASES.values(), ids=EXTEND_CASES.keys())
+def test_extend_absorbed(case):
+    data = make_mla(case)
+    result = run_absorbed(case, data, implementation="triton")
+    assert_result(case, result, absorbed_oracle(case, data), width=sum(case.dims[:2]))
 
 
 @runs_triton
