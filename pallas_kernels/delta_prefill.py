@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel, delta_gate_kernel
+from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
+from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
 from pallas_kernels.delta_scan_kernel import delta_scan_kernel
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
@@ -129,7 +130,6 @@ def delta_prefill(
     )
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
-    sizes_of_heads = {"H": heads, "K": key_dim, "LOWER_BOUND": lower_bound}
 
     def scratch(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((segment_chunks, heads, *shape), dtype)
@@ -139,46 +139,38 @@ def delta_prefill(
         first = index * segment_chunks
         segment = np.zeros(1, np.int32) if num_segments == 1 else first.reshape(1)
         chunks = (starts, live_sizes, segment)
-        gates = gate_logits
+        outputs = [
+            scratch(2 * CHUNK, key_dim),
+            scratch(value_dim, CHUNK),
+            scratch(CHUNK, key_dim),
+            scratch(key_dim, dtype=jnp.float32),
+            scratch(CHUNK, CHUNK),
+        ]
         if is_per_channel:
-            block = min(128, heads * key_dim)
-            (gates,) = launch(
-                delta_gate_kernel,
-                gate_logits,
-                a_log,
-                dt_bias,
-                *chunks,
-                outputs=[scratch(CHUNK, key_dim, dtype=jnp.float32)],
-                grid=(segment_chunks * heads * key_dim // block,),
-                num_warps=1,
-                BLOCK=block,
-                UNROLL=8,
-                **sizes_of_heads,
-            )
-        wq, u, decayed_k, decay, products = launch(
-            delta_chunk_kernel,
+            outputs += [
+                scratch(CHUNK, key_dim, dtype=jnp.float32),
+                scratch(16, key_dim, dtype=jnp.float32),
+                scratch(3, CHUNK, dtype=jnp.float32),
+            ]
+        wq, u, decayed_k, decay, products, *_ = launch(
+            delta_chunk_kernel if is_per_channel else delta_head_chunk_kernel,
             q,
             k,
             v,
-            gates,
+            gate_logits,
             beta_logits,
             a_log,
             dt_bias,
             *chunks,
-            outputs=[
-                scratch(2 * CHUNK, key_dim),
-                scratch(value_dim, CHUNK),
-                scratch(CHUNK, key_dim),
-                scratch(key_dim, dtype=jnp.float32),
-                scratch(CHUNK, CHUNK),
-            ],
+            outputs=outputs,
             grid=(segment_chunks * heads,),
             num_warps=config.chunk_warps,
-            V=value_dim,
+            H=heads,
             KEY_HEADS=q.shape[1],
+            K=key_dim,
+            V=value_dim,
             PART=min(config.part, key_dim),
-            IS_PER_CHANNEL=is_per_channel,
-            **sizes_of_heads,
+            LOWER_BOUND=lower_bound,
         )
         block_v = config.block_v or (32 if num_rows < 4 else 64)
         block_v = min(block_v, value_dim)

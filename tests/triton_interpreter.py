@@ -148,12 +148,19 @@ class _Builder(interpreter.InterpreterBuilder):
 
     def create_inline_asm(self, asm, constraints, values, dtype, is_pure, pack):
         del constraints, dtype, is_pure, pack
-        if asm.startswith("lg2.approx"):
-            (x,) = values
-            with np.errstate(divide="ignore"):
-                result = interpreter.TensorHandle(np.log2(x.data), tl.float32)
-            return types.SimpleNamespace(get_result=lambda _: result)
-        raise NotImplementedError(f"the interpreter has no {asm}")
+        (x,) = values
+        with np.errstate(divide="ignore"):
+            if asm.startswith("lg2.approx"):
+                found, to = np.log2(x.data), tl.float32
+            elif asm.startswith("rcp.approx"):
+                found, to = np.float32(1) / x.data, tl.float32
+            elif asm.startswith("cvt.rn.bf16x2"):
+                to = tl.bfloat16
+                found = _convert_float(x.data, tl.float32, to, None)
+            else:
+                raise NotImplementedError(f"the interpreter has no {asm}")
+        result = interpreter.TensorHandle(found, to)
+        return types.SimpleNamespace(get_result=lambda _: result)
 
     def _floats(self, x):
         data = x.data
