@@ -100,7 +100,7 @@ def delta_chunk_kernel(
         decay_ptr += tile * K
         products_ptr += tile * (C * C)
         powers_ptr += tile * (C * K)
-        table_ptr += tile * (16 * K)
+        table_ptr += tile * (15 * K)
         scales_ptr += tile * (3 * C)
         betas_ptr = scales_ptr + 2 * C
         token = tl.arange(0, C)
@@ -187,7 +187,7 @@ def delta_chunk_kernel(
             high_token = low_token + 32
             p = tl.load(powers_ptr + high_token * K + part)
             p *= tl.load(block_ptr + 2 * K)
-            p *= tl.load(block_ptr + 14 * K)
+            p *= tl.load(block_ptr + 13 * K)
             k = _load_rows(k_ptr, scales_ptr, high_token, size, part, ROW)
             q = _load_rows(q_ptr, scales_ptr + C, high_token, size, part, ROW)
             far_k = tl.dot(_rounded(k * p), columns, far_k)

@@ -86,8 +86,7 @@ def _write_table(table_ptr, totals, CHANNELS: tl.constexpr):
     one = 0.0 * totals[0] + 1.0
     tl.store(table_ptr + 12 * CHANNELS, tl.exp2(totals[1]))
     tl.store(table_ptr + 13 * CHANNELS, one)
-    tl.store(table_ptr + 14 * CHANNELS, one)
-    tl.store(table_ptr + 15 * CHANNELS, tl.exp2(totals[2]))
+    tl.store(table_ptr + 14 * CHANNELS, tl.exp2(totals[2]))
     return tl.exp2(before + 4.0)
 
 
@@ -110,13 +109,14 @@ def write_decays(
     A thread walks down the chunk with a channel of its own. `2^(G_i - M)` goes to
     `powers`, `[64, K]`, with M 4 below the middle: before the first token no decay of
     its own has come, so the factors are 2^-116 at the least and no normal key is lost.
-    Of the 4 blocks of 16 tokens go to `table`, `[16, K]`, with D the block's decay:
+    Of the 4 blocks of 16 tokens go to `table`, `[15, K]`, with D the block's decay:
 
     * 0 to 3: `2^(D / 2)`. It makes of a power the decay from 4 above the block's start,
       and of a reciprocal the one to 4 above its end;
     * 4 to 7: from the start of the chunk to 4 above that of the block;
     * 8 to 11: from 4 above the end of the block to that of the chunk;
-    * 12 to 15: between the block's border that faces the middle of the chunk and that.
+    * 12 to 14: between the middle of the chunk and the border that faces it, of block
+      0, of 1 and of 2, and of 3.
 
     Returns 2^G of the whole chunk, `[K]`.
     """

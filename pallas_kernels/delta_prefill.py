@@ -149,7 +149,7 @@ def delta_prefill(
         if is_per_channel:
             outputs += [
                 scratch(CHUNK, key_dim, dtype=jnp.float32),
-                scratch(16, key_dim, dtype=jnp.float32),
+                scratch(15, key_dim, dtype=jnp.float32),
                 scratch(3, CHUNK, dtype=jnp.float32),
             ]
         wq, u, decayed_k, decay, products, *_ = launch(
