@@ -12,6 +12,7 @@ Letters in the kernel: C tokens of a chunk, W taps. Importing this module import
 Triton.
 """
 
+import dataclasses
 import math
 import typing
 
@@ -26,6 +27,30 @@ from pallas_kernels.delta_decode_parts import cast_pointer
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.row_chunks import Checkpoints, cut_into_chunks
 from pallas_kernels.triton_launch import launch
+
+MAX_TAPS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortConvConfig:
+    """Tuning of the convolution.
+
+    Attributes:
+        block: channels of a program, a power of two.
+        num_warps: warps of a program.
+        unroll: tokens that a program loads at a time; it divides 64.
+    """
+
+    block: int = 128
+    num_warps: int = 1
+    unroll: int = 16
+
+    def __post_init__(self):
+        """Checks the ranges."""
+        for name in ("block", "num_warps", "unroll"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
 
 
 @triton.jit
@@ -57,6 +82,48 @@ def _store_window(
 
 @triton.jit
 @typing.no_type_check
+def _load_tap(weight_ptr, channel, mask, tap: tl.constexpr, W: tl.constexpr):
+    """One of four taps; the first are 0 if there are fewer."""
+    skipped: tl.constexpr = 4 - W
+    at = channel * W + (tap - skipped)
+    return tl.load(weight_ptr + at, mask & (tap >= skipped), 0.0).to(tl.float32)
+
+
+@triton.jit
+@typing.no_type_check
+def _load_past(
+    window_ptr,
+    from_ptr,
+    channel,
+    is_old,
+    is_new,
+    back: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    W: tl.constexpr,
+):
+    """The input so many tokens before the chunk: of the window, or of the row."""
+    old_ptr = window_ptr + (W - 1 - back) * CHANNELS + channel
+    old = tl.load(old_ptr, is_old & (back < W), 0.0)
+    new = tl.load(from_ptr - back * CHANNELS, is_new & (back < W), 0.0)
+    return tl.where(is_new, new.to(tl.float32), old.to(tl.float32))
+
+
+@triton.jit
+@typing.no_type_check
+def _silu(x):
+    """X / (1 + e^-x), with the reciprocal of the hardware."""
+    return x * tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [1.0 + tl.exp2(x * -1.4426950408889634)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+@typing.no_type_check
 def _short_conv_kernel(
     x_ptr,
     weight_ptr,
@@ -78,6 +145,7 @@ def _short_conv_kernel(
     W: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
     END1: tl.constexpr,
     END2: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -88,7 +156,11 @@ def _short_conv_kernel(
     ROW_WORDS: tl.constexpr,
     LAST_ROW: tl.constexpr,
 ):
-    """The first END1 channels of a result go to one output, up to END2 to the next."""
+    """A thread walks down the chunk with a few channels of its own.
+
+    The first END1 channels of a result go to one output, up to END2 to the next. A
+    convolution of fewer than 4 taps is one of 4 whose first are 0.
+    """
     C: tl.constexpr = 64
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     chunk = tl.program_id(0) // BLOCKS
@@ -112,39 +184,45 @@ def _short_conv_kernel(
     is_first = (chunk >= CHUNKS) & (row_len == 0)
     if size > 0:
         start = tl.load(starts_ptr + chunk)
-        done = start - row_start
-        is_first = done == 0
-        token = tl.arange(0, C)
-        is_token = (token < size)[:, None] & is_channel[None, :]
-        x_at = (start.to(tl.int64) + token)[:, None] * CHANNELS + channel[None, :]
-        y = tl.zeros((C, BLOCK), tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + channel, is_channel, 0.0).to(tl.float32)
-            y += bias[None, :]
-        for j in tl.static_range(W):
-            back = W - 1 - j
-            weight = tl.load(weight_ptr + channel * W + j, is_channel, 0.0)
-            weight = weight.to(tl.float32)[None, :]
-            is_here = is_token & (done + token >= back)[:, None] & is_present
-            u = tl.load(x_ptr + x_at - back * CHANNELS, is_here, 0.0)
-            y += weight * u.to(tl.float32)
-            if is_first & (back > 0):
-                at = (token + j)[:, None] * CHANNELS + channel[None, :]
-                is_old = is_token & (token < back)[:, None] & has_past
-                old = tl.load(window_ptr + at, is_old, 0.0)
-                y += weight * old.to(tl.float32)
-        if IS_SILU:
-            y = y / (1.0 + tl.exp(-y))
-        y = tl.where(is_present, y, 0.0).to(first_ptr.dtype.element_ty)
-        to = start.to(tl.int64) + token
+        is_first = start == row_start
+        # So that the output's pointer and row are chosen once.
         if first_channel < END1:
-            tl.store(first_ptr + to[:, None] * END1 + channel[None, :], y, is_token)
+            out_ptr = first_ptr + channel
+            width = END1
         elif first_channel < END2:
-            at = to[:, None] * (END2 - END1) + (channel - END1)[None, :]
-            tl.store(second_ptr + at, y, is_token)
+            out_ptr = second_ptr + channel - END1
+            width = END2 - END1
         else:
-            at = to[:, None] * (CHANNELS - END2) + (channel - END2)[None, :]
-            tl.store(third_ptr + at, y, is_token)
+            out_ptr = third_ptr + channel - END2
+            width = CHANNELS - END2
+        out_ptr += start.to(tl.int64) * width
+        from_ptr = x_ptr + start.to(tl.int64) * CHANNELS + channel
+        is_here = is_channel & is_present
+        bias = tl.zeros((BLOCK,), tl.float32)
+        if HAS_BIAS:
+            bias += tl.load(bias_ptr + channel, is_channel, 0.0).to(tl.float32)
+        w0 = _load_tap(weight_ptr, channel, is_channel, 0, W)
+        w1 = _load_tap(weight_ptr, channel, is_channel, 1, W)
+        w2 = _load_tap(weight_ptr, channel, is_channel, 2, W)
+        w3 = _load_tap(weight_ptr, channel, is_channel, 3, W)
+        is_old = is_channel & has_past & is_first
+        is_new = is_here & (is_first == 0)
+        u0 = _load_past(window_ptr, from_ptr, channel, is_old, is_new, 3, CHANNELS, W)
+        u1 = _load_past(window_ptr, from_ptr, channel, is_old, is_new, 2, CHANNELS, W)
+        u2 = _load_past(window_ptr, from_ptr, channel, is_old, is_new, 1, CHANNELS, W)
+        for t0 in tl.range(0, C, UNROLL):
+            for dt in tl.static_range(UNROLL):
+                t = t0 + dt
+                # The second term keeps the mask a vector, and the access wide.
+                is_token = (t < size) & is_channel
+                u3 = tl.load(from_ptr + t * CHANNELS, is_token & is_present, 0.0)
+                u3 = u3.to(tl.float32)
+                y = bias + w0 * u0 + w1 * u1 + w2 * u2 + w3 * u3
+                if IS_SILU:
+                    y = _silu(y)
+                y = tl.where(is_present, y, 0.0).to(first_ptr.dtype.element_ty)
+                tl.store(out_ptr + t * width, y, is_token)
+                u0, u1, u2 = u1, u2, u3
     if is_first & is_present:
         x_row = x_ptr + row_start.to(tl.int64) * CHANNELS + channel
         for n in tl.static_range(CHECKPOINTS):
@@ -193,6 +271,7 @@ def short_conv_prefill(
     window: PartPlace,
     is_silu: bool = True,
     widths: tuple[int, ...] | None = None,
+    config: ShortConvConfig | None = None,
 ) -> tuple[UInt32[Array, "pool_rows words"], list[Float[Array, "tokens width"]]]:
     """Convolves packed rows and moves their windows on, in place.
 
@@ -211,20 +290,24 @@ def short_conv_prefill(
         window: where the windows lie, `[taps - 1, channels]`.
         is_silu: whether the result goes through SiLU.
         widths: channels of up to three outputs; None for one of all channels.
+        config: tuning.
 
     Returns:
         The pool, and the outputs in the dtype of `x`; 0 for tokens of no row.
 
     Raises:
-        ValueError: the widths do not add up, or have no common divisor that is a power
-            of two of at least 16.
+        ValueError: there are more than 4 taps, the widths do not add up, or they have
+            no common divisor that is a power of two of at least 16.
     """
     num_tokens, channels = x.shape
     num_rows = slots.shape[0]
     widths = (channels,) if widths is None else widths
     if sum(widths) != channels or not 1 <= len(widths) <= 3:
         raise ValueError(f"{widths=} must be up to 3 that add up to {channels}")
-    block = 64
+    if weight.shape[1] > MAX_TAPS:
+        raise ValueError(f"{weight.shape[1]} taps are more than {MAX_TAPS}")
+    config = ShortConvConfig() if config is None else config
+    block = config.block
     if len(widths) > 1:
         shared = math.gcd(*widths)
         block = min(block, shared & -shared)
@@ -262,7 +345,8 @@ def short_conv_prefill(
         ],
         aliases={12: 0},
         grid=((starts.shape[0] + num_rows) * -(-channels // block),),
-        num_warps=4,
+        num_warps=config.num_warps,
+        UNROLL=config.unroll,
         W=weight.shape[1],
         CHANNELS=channels,
         BLOCK=block,

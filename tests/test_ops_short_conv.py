@@ -20,6 +20,7 @@ from ukv.errors import IdSpaceError, UnsupportedError
 from ukv.ids import KernelBlocks, PhysicalPages
 from ukv.implementation import Target
 from ukv.ops import ShortConv, short_conv_decode, short_conv_prefill
+from ukv.ops.short_conv import short_conv_prefill_parts
 from ukv.spec import gdn_state_spec, kda_state_spec
 
 CHANNELS = 2 * (2 * 24 + 40)
@@ -303,6 +304,27 @@ def test_wrong_use_is_refused():
         call(x, conv, slots.replace(is_fresh=jnp.ones(1, bool)))
     with pytest.raises(UnsupportedError, match="works 'xla'"):
         call(x, conv, slots, implementation="triton")
+    with pytest.raises(ValueError, match=r"widths=\(8, 8\) must add up to the 176"):
+        short_conv_prefill_parts(
+            buffers,
+            pool.view,
+            x[:, 0],
+            conv,
+            jnp.asarray([0, 1, 2], jnp.int32),
+            slots,
+            widths=(8, 8),
+        )
+    long = make_pool(conv_width=5)
+    with pytest.raises(UnsupportedError, match="up to 4 taps, not 5; works 'xla'"):
+        short_conv_prefill(
+            long.put({}),
+            long.view,
+            x[:, 0],
+            make_conv(rng, 5),
+            jnp.asarray([0, 1, 2], jnp.int32),
+            slots,
+            implementation="triton",
+        )
     with pytest.raises(ValueError, match="cu_query_lens has 2 entries, 2 rows need 3"):
         short_conv_prefill(
             buffers, pool.view, x[:, 0], conv, jnp.asarray([0, 2], jnp.int32), slots

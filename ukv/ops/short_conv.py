@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from ukv.errors import UnsupportedError
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
@@ -33,6 +34,9 @@ from ukv.ops.state_slots import (
     write_states_and_checkpoints,
 )
 from ukv.pytree import Leaf
+
+MAX_KERNEL_TAPS = 4
+"""Longer convolutions of a prefill run on XLA."""
 
 
 class ShortConv(flax.struct.PyTreeNode):
@@ -241,6 +245,13 @@ def short_conv_prefill_parts(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
+    if conv.weight.shape[1] > MAX_KERNEL_TAPS:
+        if implementation == "triton":
+            raise UnsupportedError(
+                f"short_conv_prefill: implementation 'triton' has up to "
+                f"{MAX_KERNEL_TAPS} taps, not {conv.weight.shape[1]}; works 'xla'"
+            )
+        implementation = "xla"
     chosen = _require_case("short_conv_prefill", view, x, conv, implementation)
     if sum(widths) != x.shape[1]:
         raise ValueError(f"{widths=} must add up to the {x.shape[1]} channels of x")
