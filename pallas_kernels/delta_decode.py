@@ -1,4 +1,4 @@
-"""Decode step of a gated delta rule layer, in place on the pool (Triton).
+"""Decode step of a gated delta rule layer, in place on the pool (Gluon).
 
 One pass over the state does all that lies between a layer's projections and its
 output norm: the short convolution and the shift of its window, SiLU, the norms of q
@@ -9,9 +9,11 @@ Importing this module imports Triton.
 """
 
 import dataclasses
+import typing
 
 import jax
 import numpy as np
+import triton
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.delta_decode_kernel import delta_decode_kernel
@@ -28,23 +30,27 @@ class DeltaDecodeConfig:
     Attributes:
         block_v: value rows of a program, a power of two. The programs for the value
             heads of one key head form a cluster, so there may be at most 8.
-        tile_v: those in registers at a time, in one head. With several tokens a block
-            is one tile.
-        lane_keys: key channels that neighbouring lanes share, a power of two.
-        num_warps: warps of a program.
+        tile_v: those that are computed at a time, a power of two.
+        stages: tiles in shared memory; 1 has the whole block there, 0 in registers,
+            as one tile.
+        key_lanes: lanes that share a value row, a power of two; fewer if keys are few.
+        num_warps: warps of a program, a power of two.
     """
 
-    block_v: int = 32
+    block_v: int
     tile_v: int = 32
-    lane_keys: int = 32
+    stages: int = 3
+    key_lanes: int = 16
     num_warps: int = 4
 
     def __post_init__(self):
         """Checks the ranges."""
-        for name in ("block_v", "tile_v", "lane_keys", "num_warps"):
+        for name in ("block_v", "tile_v", "key_lanes", "num_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
+        if self.stages < 0:
+            raise ValueError(f"stages={self.stages} must be at least 0")
 
 
 def default_config(
@@ -54,19 +60,24 @@ def default_config(
 
     Args:
         rows: rows of the batch.
-        values_per_key: value heads of a key head.
+        values_per_key: value rows that share a key head.
         value_dim: elements of a value.
         dtype: of the states.
 
     Returns:
-        Small blocks as long as the card has room for more programs, then large ones.
+        The smallest blocks for a few rows, which leave multiprocessors idle. Then one
+        block for all values of a key head, in tiles of 8 KB (128 keys), while all of
+        the batch is on the card at once, and always with states of half the size. Else
+        a head in registers: long bursts of loads and of stores are what the memory
+        takes best.
     """
-    block_v = 32 if rows < 8 else 128
-    # A lane's 16 bytes are twice as many keys of bfloat16.
-    lane_keys = 32 if rows < 8 or dtype == "bfloat16" else 64
-    smallest = -(-values_per_key * value_dim // MAX_CLUSTER)
-    block_v = max(block_v, 1 << (smallest - 1).bit_length())
-    return DeltaDecodeConfig(block_v=block_v, tile_v=block_v, lane_keys=lane_keys)
+    if rows < 4:
+        block_v = max(16, values_per_key // MAX_CLUSTER)
+        return DeltaDecodeConfig(block_v=block_v, tile_v=block_v, stages=1, key_lanes=8)
+    if dtype == "float32" and rows >= 32:
+        return DeltaDecodeConfig(block_v=value_dim, tile_v=value_dim, stages=0)
+    tile_v = 16 if dtype == "float32" else 32
+    return DeltaDecodeConfig(block_v=values_per_key, tile_v=tile_v, stages=5)
 
 
 def delta_decode(
@@ -127,14 +138,13 @@ def delta_decode(
     for name, dim in (("key_dim", key_dim), ("value_dim", value_dim)):
         if dim < 16 or dim & (dim - 1):
             raise ValueError(f"{name}={dim} must be a power of two, at least 16")
-    if config is None:
-        config = default_config(rows, heads // num_key_heads, value_dim, state.dtype)
     values_per_key = heads // num_key_heads * value_dim
-    lane_keys = min(config.lane_keys, key_dim)
+    if config is None:
+        config = default_config(rows, values_per_key, value_dim, state.dtype)
     block_v = min(config.block_v, values_per_key)
-    tile_v = min(config.tile_v, block_v, value_dim)
-    if query_len > 1 or values_per_key % block_v:
-        block_v = tile_v = min(block_v, value_dim)
+    if values_per_key % block_v or block_v & (block_v - 1):
+        block_v = min(block_v, value_dim)
+    tile_v = block_v if config.stages < 2 else min(config.tile_v, block_v)
     cluster_size = values_per_key // block_v
     if cluster_size > MAX_CLUSTER:
         raise ValueError(
@@ -145,7 +155,8 @@ def delta_decode(
     is_one_pool = windows is None
     windows_shape = (4,) if is_one_pool else windows.shape
     buffer, written, out = launch(
-        delta_decode_kernel,
+        # What decorates it says that it may return something else.
+        typing.cast(triton.JITFunction, delta_decode_kernel),
         qkv,
         gate_logits,
         beta_logits,
@@ -177,7 +188,8 @@ def delta_decode(
         V=value_dim,
         BLOCK_V=block_v,
         TILE_V=tile_v,
-        LANE_KEYS=lane_keys,
+        STAGES=min(config.stages, block_v // tile_v),
+        KEY_LANES=config.key_lanes,
         STATE_DTYPE=state.dtype,
         WINDOW_DTYPE=window.dtype,
         IS_ONE_POOL=is_one_pool,

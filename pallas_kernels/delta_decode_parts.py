@@ -1,120 +1,131 @@
-"""Parts of the Triton kernel of `pallas_kernels.delta_decode`."""
+"""Parts of the Gluon kernel of `pallas_kernels.delta_decode`."""
 
 import typing
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from pallas_kernels import triton_pointers
+
+cast_pointer = gluon.jit(triton_pointers.cast_pointer.fn)
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
 def sum3(a0, a1, a2, b0, b1, b2):
     """Adds triples, for a reduction."""
     return a0 + b0, a1 + b1, a2 + b2
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
 def sum2(a0, a1, b0, b1):
     """Adds pairs, for a reduction."""
     return a0 + b0, a1 + b1
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
-def cast_pointer(pointer, DTYPE: tl.constexpr):
-    """Points to elements of another dtype."""
-    if DTYPE == "float32":
-        return pointer.to(tl.pointer_type(tl.float32))
-    elif DTYPE == "bfloat16":
-        return pointer.to(tl.pointer_type(tl.bfloat16))
-    else:
-        tl.static_assert(DTYPE == "float16")
-        return pointer.to(tl.pointer_type(tl.float16))
+def taps(weight_ptr, first, SIZE: gl.constexpr, CHANNEL: gl.constexpr):
+    """The four taps of `SIZE` channels from `first` on, in the layout `CHANNEL`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    channel = first + gl.arange(0, SIZE, gl.SliceLayout(1, FOUR))
+    tap = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
+    w = gl.load(weight_ptr + channel[:, None] * 4 + tap[None, :]).to(gl.float32)
+    even, odd = gl.split(gl.reshape(w, [SIZE, 2, 2]))
+    w0, w2 = gl.split(even)
+    w1, w3 = gl.split(odd)
+    return (
+        gl.convert_layout(w0, CHANNEL, assert_trivial=True),
+        gl.convert_layout(w1, CHANNEL, assert_trivial=True),
+        gl.convert_layout(w2, CHANNEL, assert_trivial=True),
+        gl.convert_layout(w3, CHANNEL, assert_trivial=True),
+    )
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
-def taps(weight_ptr, channel, SIZE: tl.constexpr):
-    """The four taps of each channel."""
-    w = tl.load(weight_ptr + channel[:, None] * 4 + tl.arange(0, 4)[None, :])
-    even, odd = tl.split(tl.reshape(w.to(tl.float32), [SIZE, 2, 2]))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-@typing.no_type_check
-def load_window(window_ptr, channel, CHANNELS: tl.constexpr, mask):
+def load_window(window_ptr, channel, CHANNELS: gl.constexpr, mask):
     """The window of some channels, oldest first."""
-    u0 = tl.load(window_ptr + channel, mask=mask, other=0.0)
-    u1 = tl.load(window_ptr + CHANNELS + channel, mask=mask, other=0.0)
-    u2 = tl.load(window_ptr + 2 * CHANNELS + channel, mask=mask, other=0.0)
+    u0 = gl.load(window_ptr + channel, mask=mask, other=0.0)
+    u1 = gl.load(window_ptr + CHANNELS + channel, mask=mask, other=0.0)
+    u2 = gl.load(window_ptr + 2 * CHANNELS + channel, mask=mask, other=0.0)
     return u0, u1, u2
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
-def store_window(window_ptr, channel, CHANNELS: tl.constexpr, u0, u1, u2, mask):
+def store_window(window_ptr, channel, CHANNELS: gl.constexpr, u0, u1, u2, mask):
     """Stores the window of some channels, oldest first."""
-    tl.store(window_ptr + channel, u0, mask=mask)
-    tl.store(window_ptr + CHANNELS + channel, u1, mask=mask)
-    tl.store(window_ptr + 2 * CHANNELS + channel, u2, mask=mask)
+    gl.store(window_ptr + channel, u0, mask=mask)
+    gl.store(window_ptr + CHANNELS + channel, u1, mask=mask)
+    gl.store(window_ptr + 2 * CHANNELS + channel, u2, mask=mask)
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
-def convolve(u0, u1, u2, x, w0, w1, w2, w3, bias, IS_SILU: tl.constexpr):
+def convolve(u0, u1, u2, x, w0, w1, w2, w3, bias, IS_SILU: gl.constexpr):
     """The convolution of one token, from its taps and inputs."""
-    y = u0.to(tl.float32) * w0 + u1.to(tl.float32) * w1
-    y += u2.to(tl.float32) * w2 + x.to(tl.float32) * w3 + bias
+    y = u0.to(gl.float32) * w0 + u1.to(gl.float32) * w1
+    y += u2.to(gl.float32) * w2 + x.to(gl.float32) * w3 + bias
     if IS_SILU:
-        y = y / (1.0 + tl.exp(-y))
+        y = y / (1.0 + gl.exp(-y))
     return y
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
-def gate_decay(logits, a_log, LOWER_BOUND: tl.constexpr):
+def gate_decay(logits, a_log, LOWER_BOUND: gl.constexpr):
     """The decay of a token: the softplus gate, or the bounded one."""
     if LOWER_BOUND is None:
         # log(1 + e), exact for the small e of a decay near 1 and for large logits.
-        e = tl.exp(tl.minimum(logits, 20.0))
-        log1p = tl.where(e < 1e-3, e * (1.0 - 0.5 * e), tl.log(1.0 + e))
-        softplus = tl.where(logits > 20.0, logits, log1p)
-        log_decay = -tl.exp(a_log) * softplus
+        e = gl.exp(gl.minimum(logits, 20.0))
+        log1p = gl.where(e < 1e-3, e * (1.0 - 0.5 * e), gl.log(1.0 + e))
+        softplus = gl.where(logits > 20.0, logits, log1p)
+        log_decay = -gl.exp(a_log) * softplus
     else:
-        log_decay = LOWER_BOUND / (1.0 + tl.exp(-tl.exp(a_log) * logits))
-    return tl.exp(log_decay)
+        log_decay = LOWER_BOUND / (1.0 + gl.exp(-gl.exp(a_log) * logits))
+    return gl.exp(log_decay)
 
 
-@triton.jit
+@gluon.jit
+@typing.no_type_check
+def load_key(q_shared, k_shared, decay_shared, KEY: gl.constexpr, HAS_DECAY):
+    """q, k and decay of one token along the keys, and the sums of qq, kk and qk."""
+    q = q_shared.load(KEY)
+    k = k_shared.load(KEY)
+    qq, kk, qk = gl.reduce((q * q, k * k, q * k), 0, sum3)
+    decay = decay_shared.load(KEY)[None, :] if HAS_DECAY else 0.0
+    return q[None, :], k[None, :], decay, qq, kk, qk
+
+
+@gluon.jit
 @typing.no_type_check
 def arrive(after):
     """Says at the cluster's barrier that `after` is computed; waits for nobody.
 
     The operand, the same in all threads, ties the instruction to its place.
     """
-    return tl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         "barrier.cluster.arrive.release; mov.b32 $0, $1;",
         "=r,r",
         [after],
-        dtype=tl.int32,
+        dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
 
 
-@triton.jit
+@gluon.jit
 @typing.no_type_check
 def wait(after):
     """Waits until all programs of the cluster have arrived; `after` as in `arrive`."""
-    return tl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         "barrier.cluster.wait.acquire; mov.b32 $0, $1;",
         "=r,r",
         [after],
-        dtype=tl.int32,
+        dtype=gl.int32,
         is_pure=False,
         pack=1,
     )

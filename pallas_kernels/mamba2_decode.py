@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.delta_decode_parts import cast_pointer
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.triton_launch import launch
+from pallas_kernels.triton_pointers import cast_pointer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

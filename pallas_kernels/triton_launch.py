@@ -26,6 +26,7 @@ from jaxtyping import Array
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 _CALL_TARGET = "__gpu$xla.gpu.ptx"
 _SHARED = ".extern .shared .align 16 .b8 global_smem[];"
@@ -119,7 +120,7 @@ def compile_kernel(
         name: _TYPES[dtype] for name, dtype in zip(names, dtypes, strict=False)
     }
     signature |= {name: "constexpr" for name, _ in constants}
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature,
         dict(constants),

@@ -216,21 +216,23 @@ def check(actual, truth, layer, query_len, *, dtype):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-@by_implementation
-@pytest.mark.parametrize("query_len", [1, 3])
-def test_step_matches_the_oracles(case, implementation, query_len):
-    layer, rng = CASES[case], np.random.default_rng(3)
-    slots, is_fresh = [6, None, 2, 7], [False, False, True, False]
-    tokens = layer.tokens(rng, 4, query_len)
+def check_step(layer, slots, is_fresh, query_len, implementation):
+    """Compare a step with the oracles; a slot that is None belongs to a padded row."""
+    rng = np.random.default_rng(3)
+    tokens = layer.tokens(rng, len(slots), query_len)
+    used = [slot for slot in slots if slot is not None]
     for x in tokens.values():
-        x[1] = np.nan
-    states, windows = draw(layer, rng, [6, 7])
+        x[[slot is None for slot in slots]] = np.nan
+    # What a fresh row finds in its slot is poison.
+    olds = [s for s, fresh in zip(slots, is_fresh, strict=True) if s and not fresh]
+    states, windows = draw(layer, rng, olds)
     before = layer.put(states, windows)
     after, out = layer.run(before, tokens, slots, is_fresh, implementation)
     state, window = layer.pools
-    for row in (0, 2, 3):
-        slot = slots[row]
+    for row, slot in enumerate(slots):
+        if slot is None:
+            assert np.all(out[row] == 0)
+            continue
         if is_fresh[row]:
             starts = tuple(np.zeros(pool.view.shape) for pool in layer.pools)
         else:
@@ -242,12 +244,48 @@ def test_step_matches_the_oracles(case, implementation, query_len):
         )
         last = round_to(expected[2], window.view.dtype)
         np.testing.assert_array_equal(window.get(after, slot), last)
-    assert np.all(out[1] == 0)
     # Neither another slot, nor the other layer, nor a neighbour.
     for old, new in zip(
-        layer.erased(before, [6, 2, 7]), layer.erased(after, [6, 2, 7]), strict=True
+        layer.erased(before, used), layer.erased(after, used), strict=True
     ):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("case", CASES)
+@by_implementation
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_step_matches_the_oracles(case, implementation, query_len):
+    slots, is_fresh = [6, None, 2, 7], [False, False, True, False]
+    check_step(CASES[case], slots, is_fresh, query_len, implementation)
+
+
+@pytest.mark.parametrize("case", CASES)
+@by_implementation
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_larger_batches_match_the_oracles(case, implementation, query_len):
+    # A kernel may take larger blocks then.
+    slots = [8, 3, 1, None, 5, 2, 7, 4, None, 6]
+    is_fresh = [slot == 5 for slot in slots]
+    check_step(CASES[case], slots, is_fresh, query_len, implementation)
+
+
+@pytest.mark.gpu
+@by_kind
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_the_tuning_of_every_batch_matches_the_oracles(
+    kind, rows, storage, monkeypatch
+):
+    module = pytest.importorskip("pallas_kernels.delta_decode")
+    tuned = ft.partial(module.default_config, rows)
+    monkeypatch.setattr(module, "default_config", lambda _, *facts: tuned(*facts))
+    jax.clear_caches()
+    layer = dataclasses.replace(CASES[f"{kind}-128"], storage=storage)
+    if storage == "bfloat16":
+        layer = dataclasses.replace(layer, placement="float")
+    for query_len in (1, 4):
+        check_step(layer, [5, None, 2, 8], [False] * 4, query_len, "triton")
+    jax.clear_caches()
 
 
 @by_kind
