@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -30,8 +31,8 @@ class Bfloat16Rows(LatentRows):
     """How rows of bfloat16 are held and multiplied."""
 
     CUTS: ClassVar = {
-        128: Cut(chunks=1, ring=6, scorers=2),
-        256: Cut(chunks=1, ring=4, scorers=2),
+        128: Cut(chunks=1, ring=6, scorers=1),
+        256: Cut(chunks=1, ring=4, scorers=1),
         384: Cut(chunks=1, ring=2, scorers=1),
         512: Cut(chunks=3, ring=6, scorers=1),
     }
@@ -39,7 +40,8 @@ class Bfloat16Rows(LatentRows):
     operand_dtype: ClassVar = jnp.bfloat16
     output_dtype: ClassVar = jnp.bfloat16
     output_swizzle: ClassVar = SWIZZLE
-    value_scale: ClassVar = 1.0
+    weight_log2: ClassVar = 0
+    """Weights are of 0 to this power of two."""
 
     @property
     def row_width(self) -> int:
@@ -81,13 +83,15 @@ class Bfloat16Rows(LatentRows):
         del interpret
         return [(c, 0, acc.astype(self.output_dtype)) for c, acc in enumerate(accs)]
 
-    def scratch(self) -> tuple[Any, Any]:
-        """Shared memory of queries and ring."""
+    def scratch(self, num_weights: int) -> tuple[Any, Any, Any]:
+        """Shared memory of queries, ring and the weights of some tiles."""
         q = (1, NARROW_COLUMNS, self.row_width)
         ring = (self.ring, TILE, self.chunk)
+        weights = (num_weights, NARROW_COLUMNS, TILE)
         return (
             plgpu.SMEM(q, self.operand_dtype, transforms=SWIZZLE),
             plgpu.SMEM(ring, self.operand_dtype, transforms=SWIZZLE),
+            plgpu.SMEM(weights, self.operand_dtype, transforms=SWIZZLE),
         )
 
     def chunk_of(self, piece_ref, chunk: int):
@@ -112,8 +116,18 @@ class Bfloat16Rows(LatentRows):
         for slot, (_, width) in zip(slots, self.stages, strict=True):
             clear_tail(ring_smem.at[slot], valid, width)
 
-    def add_weighted(self, accs, ring_smem, slots, p_smem, free, *, interpret):
-        """Return ``accs`` plus the products of the values of a tile with the weights.
+    def store_weights(self, p_smem, scale_smem, weights, decay, *, interpret):
+        """Store the weights of a tile, and by how much outputs decay."""
+        del interpret
+        p_smem.transpose((1, 0))[...] = plgpu.layout_cast(
+            weights.astype(self.operand_dtype), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        scale_smem[...] = decay
+
+    def add_weighted(
+        self, accs, ring_smem, slots, p_smem, free, decay, factor, *, interpret
+    ):
+        """Return decayed ``accs`` plus values of a tile times weights times a factor.
 
         Args:
           accs: Accumulators, transposed.
@@ -121,8 +135,12 @@ class Bfloat16Rows(LatentRows):
           slots: The chunks of the tile, in the ring.
           p_smem: The weights.
           free: Called with each slot once its values are used.
+          decay: Factor of ``accs`` for each column.
+          factor: Of the products, if there are two scorers.
           interpret: Parameters of the simulator, or False.
         """
+        del factor
+        accs = tuple(acc * lax.broadcast_in_dim(decay, acc.shape, [1]) for acc in accs)
 
         def multiply(acc_refs):
             for acc_ref, slot, (_, width) in zip(

@@ -60,13 +60,15 @@ def mla_decode(
     64 only key. Token i of block b is row ``(b + block_offset) * page_size + i``
     of the buffer seen as such rows.
 
-    Rows of float8_e4m3fn become float16, which is exact, and so do the queries, which
-    is exact but for numbers above 65504 or below 2**-14 in magnitude: a score is off by
-    at most ``2**-25 * softmax_scale`` times the sum of the magnitudes of a row. Weights
-    are rounded to float16, by ``2**-11`` of themselves or ``2**-25`` of the largest
-    (bfloat16: by ``2**-9``). So for given rows the output is no worse than that from
-    bfloat16; what it cost to write the rows as e4m3, up to ``2**-4`` of an element, is
-    not undone.
+    Keys of float8_e4m3fn become float16, which is exact, and so do the queries, which
+    is exact but for numbers above 65504 or below 2**-14 in magnitude: a score is off
+    by at most ``2**-25 * softmax_scale`` times the sum of the magnitudes of a row. A
+    weight is the sum of two float8_e4m3fn, within ``2**-9`` of itself or ``2**-16`` of
+    the largest weight of its 64 tokens (bfloat16: within ``2**-8`` of itself). Tensor
+    cores add such products with about 14 bits; such a sum goes over 64 tokens and is
+    added to others in float32. So for given rows the output is about as good as that
+    from bfloat16; what it cost to write the rows as e4m3, up to ``2**-4`` of an
+    element, is not undone.
 
     The caller guarantees what would need a device read to check: that the pages of
     the first ``kv_lens`` tokens of each row are in the pool. Other table entries, and
@@ -184,7 +186,7 @@ def _mla_decode(
         group_columns=width,
         page_size=page_size,
         softmax_scale=softmax_scale,
-        # All of them must be on the card at once: they wait for each other's parts.
+        # They wait for each other's parts, so it is best if all are there at once.
         num_ctas=max(1, min(config.num_ctas, num_multiprocessors()) // groups),
         interpret=interpret,
     )

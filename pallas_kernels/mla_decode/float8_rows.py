@@ -1,16 +1,14 @@
 """Rows of e4m3 in shared memory, and the products with them.
 
-Rows are read as pairs of elements, 16 bits. Every e4m3 is a float16, so nothing is
-rounded on the way to a product: a register holds two pairs, and an instruction makes
-two float16 of a pair. Two operands come of it, and the other side of the product is
-ordered to match, so nothing moves between threads.
+Rows are read as pairs of elements, 16 bits. Scores are to be exact, so keys become
+float16, which every e4m3 is: a register holds two pairs, and an instruction makes two
+float16 of a pair. Two operands come of it, and the queries are ordered to match, so
+nothing moves between threads.
 
     keys     a register is 4 elements of one token     element % 4 < 2, and the others
-    values   a register is 2 elements of 2 tokens      even elements, and the odd ones
 
-So do the outputs: even elements and odd ones stay apart until they are packed in words.
-Operands stay in registers. Through shared memory they would take 360 KB of its traffic
-for each tile, 1.6 us, and the tile is there after 1.1 us.
+Such operands stay in registers. Values stay e4m3, `float8_values.py` says how; their
+even elements and the odd ones stay apart until they are packed in words.
 """
 
 import dataclasses
@@ -18,33 +16,32 @@ import functools
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode import float8_scores, float8_values
 from pallas_kernels.mla_decode.config import (
     ACC,
     NARROW_COLUMNS,
+    NO_MAXIMUM,
     ROPE_DIM,
     SWIZZLE_32_BITS,
     TILE,
     zeros,
 )
+from pallas_kernels.mla_decode.float8_inline import PAIR_SWIZZLE
 from pallas_kernels.mla_decode.rows import Cut, LatentRows
+from pallas_kernels.mla_decode.softmax import clear_tail
 from pallas_kernels.mla_decode.words import (
+    elements_of,
     pack_bfloat16,
-    split_elements,
     split_pairs,
 )
 
 KEY_STEP = 32
 BLOCK = 64
 """Pairs that are made operands at a time: of keys, and of values."""
-
-# 288 pairs are no multiple of 64.
-SWIZZLE_PAIRS = (
-    plgpu.TilingTransform((8, 32)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(64),  # pyright: ignore[reportAbstractUsage]
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +56,9 @@ class Float8Rows(LatentRows):
     operand_dtype: ClassVar = jnp.float16
     output_dtype: ClassVar = jnp.uint32
     output_swizzle: ClassVar = SWIZZLE_32_BITS
-    value_scale: ClassVar = 2.0**8
-    """Of values against operands."""
+    weight_dtype: ClassVar = jnp.float8_e4m3fn
+    weight_log2: ClassVar = float8_values.MAX_WEIGHT_LOG2 - 1
+    """Weights are relative to this power of two, and up to twice as large."""
 
     @property
     def row_width(self) -> int:
@@ -115,13 +113,17 @@ class Float8Rows(LatentRows):
         words = [pack(*pair) for pair in zip(evens, odds, strict=True)]
         return [(0, c * BLOCK, x) for c, x in enumerate(words)]
 
-    def scratch(self) -> tuple[Any, Any]:
-        """Shared memory of queries and ring."""
+    def scratch(self, num_weights: int) -> tuple[Any, Any, Any]:
+        """Shared memory of queries, ring and the weights of some tiles."""
         q = (2, NARROW_COLUMNS, self.row_width)
         ring = (self.ring, TILE, self.row_width)
+        weights = (num_weights, 2, NARROW_COLUMNS, TILE)
         return (
-            plgpu.SMEM(q, self.operand_dtype, transforms=SWIZZLE_PAIRS),
-            plgpu.SMEM(ring, self.storage_dtype, transforms=SWIZZLE_PAIRS),
+            plgpu.SMEM(q, self.operand_dtype, transforms=PAIR_SWIZZLE),
+            plgpu.SMEM(ring, self.storage_dtype, transforms=PAIR_SWIZZLE),
+            plgpu.SMEM(
+                weights, self.weight_dtype, transforms=float8_values.WEIGHT_SWIZZLE
+            ),
         )
 
     def chunk_of(self, piece_ref, chunk: int):
@@ -133,6 +135,8 @@ class Float8Rows(LatentRows):
         """Return the products of the keys of a tile with the queries."""
         (slot,) = slots
         wait(slot)
+        if not interpret:
+            return float8_scores.score(q_smem.at[zero], ring_smem.at[slot])
 
         def products_of(start):
             at = pl.ds(start, KEY_STEP)
@@ -146,26 +150,57 @@ class Float8Rows(LatentRows):
         starts = range(0, self.row_width, KEY_STEP)
         return _add_products((no_scores,), products_of, starts, interpret=interpret)[0]
 
-    def clear_values(self, ring_smem, slots, valid):
-        """Do nothing: no byte becomes a NaN, and a weight of zero removes the rest."""
+    def references(self, scores, scale2: float, scratch_smem, *, interpret):
+        """Return what weights of a tile are relative to, for each column, in base 2.
 
-    def add_weighted(self, accs, ring_smem, slots, p_smem, free, *, interpret):
-        """Return ``accs`` plus the products of the values of a tile with the weights.
+        It is near their maximum, and coarse, so that it seldom changes from tile to
+        tile: the largest weight is between ``2**-1`` and 2 times ``2**weight_log2``.
+        """
+        if not interpret:
+            return float8_scores.column_references(scores, scale2, scratch_smem)
+        half = scores.max(axis=0) * (scale2 / 2)
+        reference = lax.round(half, lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0
+        return jnp.maximum(reference, NO_MAXIMUM)
+
+    def clear_values(self, ring_smem, slots, valid):
+        """Zero the values of a tile from a token on."""
+        (slot,) = slots
+        clear_tail(ring_smem.at[slot], valid, self.output_width)
+
+    def store_weights(self, p_smem, scale_smem, weights, references, *, interpret):
+        """Store the weights of a tile, and what they are relative to, if it is free."""
+        if not interpret:
+            float8_values.store_weights(p_smem, scale_smem, weights, references)
+            return
+        scale_smem[...] = references
+        near = weights.astype(self.weight_dtype)
+        left = (weights - near.astype(jnp.float32)).astype(self.weight_dtype)
+        for k, part in enumerate((near, left)):
+            p_smem.at[k].transpose((1, 0))[...] = part
+
+    def add_weighted(
+        self, accs, ring_smem, slots, p_smem, free, decay, factor, *, interpret
+    ):
+        """Return decayed ``accs`` plus values of a tile times weights times a factor.
 
         Arguments are those of `Bfloat16Rows.add_weighted`.
         """
         (slot,) = slots
-
-        def products_of(block):
-            v = ring_smem.at[slot, :, pl.ds(block * BLOCK, BLOCK)]
-            pairs = plgpu.load(v.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-            return [
-                (k * self.blocks + block, values, p_smem.transpose((1, 0)))
-                for k, values in enumerate(split_elements(pairs, interpret=interpret))
+        if interpret:
+            pairs = ring_smem[slot, :, : self.output_width]
+            weights = p_smem[0].astype(jnp.float32) + p_smem[1].astype(jnp.float32)
+            products = [
+                jnp.dot(values.T.astype(jnp.float32), weights.T, precision="highest")
+                for values in elements_of(pairs)
             ]
-
-        steps = range(self.blocks)
-        accs = _add_products(accs, products_of, steps, interpret=interpret)
+            accs = tuple(
+                acc * decay[None] + products[k][start : start + rows] * factor[None]
+                for acc, (k, start, rows) in zip(accs, self.accumulators, strict=True)
+            )
+        else:
+            accs = float8_values.add_weighted(
+                accs, ring_smem.at[slot], p_smem, decay, factor
+            )
         free(slot)
         return accs
 

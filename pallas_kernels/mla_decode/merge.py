@@ -4,10 +4,9 @@ A part is normalised and has a log-sum-exp of its own, so with weights
 ``w = exp(lse - max lse)`` the row is ``sum(w * part) / sum(w)``.
 
 The CTAs of a row do it themselves. Each writes its part, counts it on the semaphore of
-the row, and once all parts are counted sums its share of the columns of the row. They
-wait for each other, so all CTAs of the grid must be on the card at once: there is at
-most one for each multiprocessor, and none of the grid waits before it has counted its
-own parts. The semaphores start at zero with every call.
+the row, and once all parts are counted sums its share of the columns of the row. The
+semaphores start at zero with every call. How long a CTA waits for the others, and what
+becomes of its share when it does not, is in `arrivals.py`.
 """
 
 import functools
@@ -63,7 +62,7 @@ def piece_shape(parts: int, latent_dim: int) -> tuple[int, int, int]:
         return 4, run_of(latent_dim), 2
     if parts <= 12:
         return 1, run_of(latent_dim), 8
-    return 1, LANES, 32
+    return 1, LANES, 64
 
 
 def steps_of(total, first, stride):

@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mla_decode.bfloat16_rows import Bfloat16Rows
 from pallas_kernels.mla_decode.config import (
     NO_MAXIMUM,
-    SWIZZLE,
     SWIZZLE_32_BITS,
     TILE,
     Call,
@@ -66,6 +65,8 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
     interpret, columns = call.interpret, call.group_columns
     scorers = rows.scorers
     scale2 = call.softmax_scale * LOG2E
+    # Of maxima, in base 2: two scorers keep powers of two.
+    unit = scale2 if scorers == 1 else 1.0
     piece = piece_size(call.page_size)
 
     def body(
@@ -76,9 +77,9 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
     ):
         results, refs = Results(*refs[:4]), refs[4:]
         q_smem, ring_union, stage_smems, (p_smem, p_scratch) = refs[:4]
-        decay_smem, sum_smem, max_smem, chain_smem, scratch_smem = refs[4:9]
-        loaded, freed, p_ready, p_freed = refs[9:13]
-        sums_ready, sums_freed, q_ready, q_freed, chain_ready = refs[13:]
+        scale_smem, sum_smem, max_smem, scratch_smem = refs[4:8]
+        loaded, freed, p_ready, p_freed = refs[8:12]
+        sums_ready, sums_freed, q_ready, q_freed = refs[12:]
         ring_smem, part_stage_smems = ring_union
         warpgroup = lax.axis_index("warpgroup")
         work = work_of(call, sources, results, group=lax.axis_index("group"), signals=1)
@@ -90,6 +91,9 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
         def slots_of(tile):
             first = tile * rows.chunks
             return tuple(lax.rem(first + c, rows.ring) for c in range(rows.chunks))
+
+        def over_columns(x, shape):
+            return lax.broadcast_in_dim(x, shape, [1])
 
         def over_tokens(kind, x, scratch):
             if interpret:
@@ -124,47 +128,45 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
                     s = work.hide(s, part, start, part.kv_len, token_axis=0)
                     p_slot = lax.rem(tile, NUM_P)
 
-                    @pl.when(tile >= NUM_P)
-                    def _():
-                        plgpu.barrier_wait(p_freed.at[p_slot])
-
-                    tile_maximum = over_tokens("max", s, p_scratch.at[p_slot])
-                    before = maximum
-                    if scorers == 2:
-                        # The maximum goes from tile to tile.
-                        @pl.when(tile > 0)
+                    def wait_for_slot():
+                        @pl.when(tile >= NUM_P)
                         def _():
-                            plgpu.barrier_wait(chain_ready.at[1 - me])
+                            plgpu.barrier_wait(p_freed.at[p_slot])
 
-                        before = lax.cond(
-                            i == 0,
-                            no_maximum,
-                            lambda: plgpu.load(
-                                chain_smem.at[1 - me], layout=COLUMN_LAYOUT
-                            ),
+                    if isinstance(rows, Bfloat16Rows):
+                        wait_for_slot()
+                        tile_maximum = over_tokens("max", s, p_scratch.at[p_slot])
+                        new_maximum = jnp.maximum(maximum, tile_maximum)
+                        reference = new_maximum * scale2
+                    else:
+                        reference = rows.references(
+                            s, scale2, scratch_smem.at[me], interpret=interpret
                         )
-                    new_maximum = jnp.maximum(before, tile_maximum)
-                    if scorers == 2:
-                        chain_smem.at[me][...] = new_maximum
-                        plgpu.barrier_arrive(chain_ready.at[me])
-                    shift = lax.broadcast_in_dim(new_maximum * scale2, s.shape, [1])
-                    p = jnp.exp2(s * scale2 - shift)
+                        new_maximum = jnp.maximum(maximum, reference)
+                    shift = reference - rows.weight_log2
+                    p = jnp.exp2(s * scale2 - over_columns(shift, s.shape))
                     valid = part.kv_len - start
 
                     @pl.when(valid < TILE)
                     def _():
                         rows.clear_values(ring_smem, slots, valid)
 
-                    p_smem.at[p_slot].transpose((1, 0))[...] = plgpu.layout_cast(
-                        p.astype(p_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+                    if scorers == 2:
+                        wait_for_slot()
+                    decay = jnp.exp2((maximum - new_maximum) * unit)
+                    rows.store_weights(
+                        p_smem.at[p_slot],
+                        scale_smem.at[p_slot],
+                        p,
+                        decay if scorers == 1 else reference,
+                        interpret=interpret,
                     )
-                    decay = jnp.exp2((before - new_maximum) * scale2)
-                    decay_smem.at[p_slot][...] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_ready.at[p_slot])
                     if scorers == 2:
-                        decay = jnp.exp2((maximum - new_maximum) * scale2)
-                    total = total * lax.broadcast_in_dim(decay, s.shape, [1]) + p
+                        factor = jnp.exp2(reference - new_maximum)
+                        p = p * over_columns(factor, s.shape)
+                    total = total * over_columns(decay, s.shape) + p
                     return new_maximum, total, zero
 
                 steps = lax.div(part.tiles - skipped + (scorers - 1), scorers)
@@ -180,7 +182,8 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
                 def _():
                     plgpu.barrier_wait(sums_freed)
 
-                sum_smem.at[me][...] = over_tokens("add", total, scratch_smem.at[me])
+                total = over_tokens("add", total, scratch_smem.at[me])
+                sum_smem.at[me][...] = total * 2.0**-rows.weight_log2
                 max_smem.at[me][...] = maximum
                 plgpu.barrier_arrive(sums_ready)
                 return done + part.tiles
@@ -200,12 +203,6 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
                     def _(ago=ago):
                         plgpu.barrier_wait(p_freed.at[lax.rem(done - ago, NUM_P)])
 
-                if scorers == 2:
-
-                    @pl.when((done > 0) & (lax.rem(done + me, scorers) == 0))
-                    def _():
-                        plgpu.barrier_wait(chain_ready.at[1 - me])
-
         def sums_of_scorers():
             totals, maxima = (
                 [plgpu.load(x.at[k], layout=COLUMN_LAYOUT) for k in range(scorers)]
@@ -214,47 +211,51 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
             if scorers == 1:
                 return totals[0], maxima[0]
             maximum = jnp.maximum(*maxima)
-            decays = [jnp.exp2((x - maximum) * scale2) for x in maxima]
-            return totals[0] * decays[0] + totals[1] * decays[1], maximum
+            decays = [jnp.exp2(x - maximum) for x in maxima]
+            total = totals[0] * decays[0] + totals[1] * decays[1]
+            return total, maximum * (1.0 / scale2)
 
         def values():
             plgpu.set_max_registers(rows.registers["values"], action="increase")
             count = work.num_parts()
 
             def attend_part(index, part, done):
-                def attend_tile(i, accs):
+                def attend_tile(i, state):
+                    accs, maximum = state
                     tile = done + i
                     p_slot = lax.rem(tile, NUM_P)
                     plgpu.barrier_wait(p_ready.at[p_slot])
-                    decay = plgpu.load(decay_smem.at[p_slot], layout=COLUMN_LAYOUT)
-                    accs = tuple(
-                        acc * lax.broadcast_in_dim(decay, acc.shape, [1])
-                        for acc in accs
-                    )
+                    decay = plgpu.load(scale_smem.at[p_slot], layout=COLUMN_LAYOUT)
+                    factor = None
+                    if scorers == 2:
+                        reference, before = decay, maximum
+                        maximum = jnp.maximum(before, reference)
+                        decay = jnp.exp2(before - maximum)
+                        factor = jnp.exp2(reference - maximum - rows.weight_log2)
                     accs = rows.add_weighted(
                         accs,
                         ring_smem,
                         slots_of(tile),
                         p_smem.at[p_slot],
                         lambda slot: plgpu.barrier_arrive(freed.at[slot]),
+                        decay,
+                        factor,
                         interpret=interpret,
                     )
                     plgpu.barrier_arrive(p_freed.at[p_slot])
-                    return accs
+                    return accs, maximum
 
-                accs = lax.fori_loop(
-                    0,
-                    part.tiles,
-                    attend_tile,
-                    tuple(
-                        zeros((width, columns), TILE_LAYOUT)
-                        for _, _, width in rows.accumulators
-                    ),
+                no_sums = tuple(
+                    zeros((width, columns), TILE_LAYOUT)
+                    for _, _, width in rows.accumulators
+                )
+                accs, _ = lax.fori_loop(
+                    0, part.tiles, attend_tile, (no_sums, no_maximum())
                 )
                 plgpu.barrier_wait(sums_ready)
                 total, maximum = sums_of_scorers()
                 plgpu.barrier_arrive(sums_freed)
-                inverse = inverse_sum(total) * rows.value_scale
+                inverse = inverse_sum(total)
                 lse = log_sum_exp(maximum, total, call.softmax_scale)
                 accs = tuple(
                     acc * lax.broadcast_in_dim(inverse, acc.shape, [1]) for acc in accs
@@ -314,6 +315,7 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
 
         def loads():
             plgpu.set_max_registers(rows.registers["loads"], action="decrease")
+            starts = work.starts()
 
             def attend_part(index, part, done):
                 def load_queries():
@@ -345,7 +347,7 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
                     pl.when(i == 0)(load_queries)
                     return following
 
-                pieces = work.first_pieces(index, part)
+                pieces = work.first_pieces(index, part, starts)
                 lax.fori_loop(0, part.tiles, load_tile, pieces)
                 return done + part.tiles
 
@@ -378,8 +380,7 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
             for _, width in stages
         ]
 
-    q_smem, ring_smem = rows.scratch()
-    p_smem = (NUM_P, columns, TILE)
+    q_smem, ring_smem, p_smem = rows.scratch(NUM_P)
     return Results(
         *plgpu.kernel(
             body,
@@ -397,11 +398,10 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
                 ),
                 stage_smems(rows.stages, rows.output_dtype, rows.output_swizzle),
                 union(
-                    plgpu.SMEM(p_smem, rows.operand_dtype, transforms=SWIZZLE),
+                    p_smem,
                     plgpu.SMEM((NUM_P, SCRATCH), jnp.float32),
                 ),
                 plgpu.SMEM((NUM_P, columns), jnp.float32),
-                plgpu.SMEM((scorers, columns), jnp.float32),
                 plgpu.SMEM((scorers, columns), jnp.float32),
                 plgpu.SMEM((scorers, columns), jnp.float32),
                 plgpu.SMEM((scorers, MIN_SCRATCH), jnp.float32),
@@ -416,7 +416,6 @@ def attend(q, pool, sources: Sources, call: Call, rows: Rows) -> Results:
                 plgpu.Barrier(),
                 plgpu.Barrier(num_arrivals=q.shape[1]),
                 plgpu.Barrier(num_arrivals=scorers),
-                plgpu.Barrier(num_barriers=scorers),
             ],
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=interpret,

@@ -11,23 +11,12 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-# Of a register with two pairs of e4m3: a pair to each result; or the first elements of
-# both pairs to one and the second elements to the other.
+# Of a register with two pairs of e4m3 a pair to each result.
 _PAIRS = """{
 .reg .b16 a, b;
 mov.b32 {a, b}, $2;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
-}"""
-_ELEMENTS = """{
-.reg .b32 up, e;
-shl.b32 up, $2, 8;
-shr.u32 e, up, 1;
-and.b32 e, e, 0x3f803f80;
-lop3.b32 $0, up, 0x80008000, e, 0xea;
-shr.u32 e, $2, 1;
-and.b32 e, e, 0x3f803f80;
-lop3.b32 $1, $2, 0x80008000, e, 0xea;
 }"""
 
 
@@ -44,18 +33,10 @@ def split_pairs(pairs, *, interpret) -> tuple[jax.Array, ...]:
     return _to_float16(pairs, _PAIRS)
 
 
-def split_elements(pairs, *, interpret) -> tuple[jax.Array, ...]:
-    """Split pairs of e4m3 into their first and second elements, as float16 / 2**8.
-
-    The bits of an e4m3 are those of a float16 whose exponent is less by 8. NaN becomes
-    a number. That is work for other units than those that `split_pairs` keeps busy.
-    """
-    if interpret:
-        first, second = (
-            (x & 0x8000) | ((x >> 1) & 0x3F80) for x in (pairs << 8, pairs)
-        )
-        return tuple(lax.bitcast_convert_type(x, jnp.float16) for x in (first, second))
-    return _to_float16(pairs, _ELEMENTS)
+def elements_of(pairs) -> tuple[jax.Array, jax.Array]:
+    """Return first and second elements of pairs of e4m3, as float16 (simulator)."""
+    elements = _elements(pairs)
+    return elements[..., 0], elements[..., 1]
 
 
 def _elements(pairs):

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode.arrivals import NOTHING, OWN, wait_for_parts
 from pallas_kernels.mla_decode.config import TILE, Call
 from pallas_kernels.mla_decode.merge import Results, clear_row, merge_row, steps_of
 from pallas_kernels.mla_decode.pages import pages_per_tile, tile_blocks, tile_pieces
@@ -113,15 +114,22 @@ class Work:
         is_seen_by_all = start + TILE <= jnp.minimum(end, part.kv_len - query_len + 1)
         return lax.cond(is_seen_by_all, lambda s: s, hide, scores)
 
-    def first_pieces(self, index, part: Part):
-        """Return the pieces of the first tile of a part, some without a look-up."""
+    def starts(self):
+        """Read the blocks of this CTA's first tile."""
         count = pages_per_tile(self.call.page_size)
-        starts_ref = self.sources.plan.starts
+        return [self.sources.plan.starts[self.cta, k] for k in range(count)]
+
+    def first_pieces(self, index, part: Part, starts):
+        """Return the pieces of the first tile of a part, some without a look-up.
+
+        Args:
+          index: The part's number.
+          part: The part.
+          starts: What `starts` read, best before all else.
+        """
         return lax.cond(
             index == 0,
-            lambda: self._locate(
-                [starts_ref[self.cta, k] for k in range(count)], part.first
-            ),
+            lambda: self._locate(starts, part.first),
             lambda: self.pieces(part, part.first),
         )
 
@@ -181,23 +189,23 @@ class Work:
             @pl.when(is_split & is_new)
             def _():
                 count, first = merge_record(rows_ref, part.row)
-                plgpu.semaphore_wait(
-                    self.semaphores.at[self._semaphore(part.row)],
-                    count * self.signals,
-                    decrement=False,
-                    memory_scope="gpu",
-                )
-                merge_row(
-                    self.results,
-                    part.row,
-                    count,
-                    first,
-                    columns=(self.first_column, self.call.group_columns),
-                    worker=(self.cta + part.row - first) * MERGERS + warpgroup,
-                    workers=count * MERGERS,
-                    num_parts=self.call.num_parts,
-                    interpret=self.call.interpret,
-                )
+                word = self.semaphores.at[self._semaphore(part.row)]
+                share = wait_for_parts(word, count * self.signals)
+                mine = (self.cta + part.row - first) * MERGERS + warpgroup
+
+                @pl.when(share != NOTHING)
+                def _():
+                    merge_row(
+                        self.results,
+                        part.row,
+                        count,
+                        first,
+                        columns=(self.first_column, self.call.group_columns),
+                        worker=jnp.where(share == OWN, mine, 0),
+                        workers=jnp.where(share == OWN, count * MERGERS, 1),
+                        num_parts=self.call.num_parts,
+                        interpret=self.call.interpret,
+                    )
 
         lax.fori_loop(0, 2, merge_end, None)
 
