@@ -6,7 +6,7 @@ stay finite whatever the gate does:
 
 * inside a block of 16 tokens, `2^(G_i - M)` and its reciprocal, where M is the middle
   of the block's decay. A token's log2 decay is cut at -15, so that both lie in 2^+-120;
-  what the cut changes is below 2^-15;
+  at most 2^-15 of what stood before the token is left by it;
 * between blocks both sides decay towards a border between them: both are at most 1.
 
 So a token costs one exponential and one reciprocal. The rest are products with

@@ -296,6 +296,15 @@ def test_a_run_writes_its_record_as_it_goes(tmp_path, monkeypatch, capsys):
         "write_record",
         lambda *given: written.append(len(given[2])) or write(*given),
     )
+    # On a busy machine the difference of two short groups of steps can be negative.
+    measure = bench_kernels.measure
+    monkeypatch.setattr(
+        bench_kernels,
+        "measure",
+        lambda *given, **options: dataclasses.replace(
+            measure(*given, **options), us=1e5
+        ),
+    )
     assert bench_kernels.main() == 0
     *table, last = capsys.readouterr().out.splitlines()
     record = json.loads(path.read_text())
