@@ -48,7 +48,9 @@ def require_in_place(program, donated):
 
 
 @requires_h200_compiler
-@pytest.mark.parametrize("decode_steps", [1, 3, None])
+@pytest.mark.parametrize(
+    "decode_steps", [1, pytest.param(3, marks=pytest.mark.slow), None]
+)
 def test_a_step_is_in_place(decode_steps):
     config = dataclasses.replace(
         CONFIG, decode_steps=decode_steps or 1, dtype="bfloat16"
