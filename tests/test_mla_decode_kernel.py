@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import MlaDecodeConfig, mla_decode
+from pallas_kernels.mla_decode.bfloat16_rows import Bfloat16Rows
 from pallas_kernels.mla_decode.decode import ROWS
 from tests.attention_cases import (
     DTYPES,
@@ -120,6 +121,8 @@ def test_simulated(case):
 def test_two_warpgroups_of_scores_keep_their_slots(rows):
     for cut in rows.CUTS.values():
         assert cut.scorers == 1 or cut.ring % (2 * cut.chunks) == 0
+        # With bfloat16 two scorers never end: each waits twice for its slot.
+        assert cut.scorers == 1 or rows is not Bfloat16Rows
 
 
 def test_simulated_for_longer_than_the_ring():

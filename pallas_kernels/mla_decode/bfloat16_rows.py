@@ -30,6 +30,7 @@ from pallas_kernels.mla_decode.softmax import accumulate, clear_tail
 class Bfloat16Rows(LatentRows):
     """How rows of bfloat16 are held and multiplied."""
 
+    # One scorer each: weights are relative to the maximum so far, and none hands it on.
     CUTS: ClassVar = {
         128: Cut(chunks=1, ring=6, scorers=1),
         256: Cut(chunks=1, ring=4, scorers=1),
