@@ -296,13 +296,15 @@ def test_a_run_writes_its_record_as_it_goes(tmp_path, monkeypatch, capsys):
         "write_record",
         lambda *given: written.append(len(given[2])) or write(*given),
     )
-    # On a busy machine the difference of two short groups of steps can be negative.
+    # Times of a machine that may be busy, or fast, decide nothing here.
+    limits = {"read_gbps": 1.0, "copy_gbps": 1.0, "matmul_tflops": 1.0}
+    monkeypatch.setattr(benchmarking, "ceilings", lambda **sizes: limits)
     measure = bench_kernels.measure
     monkeypatch.setattr(
         bench_kernels,
         "measure",
         lambda *given, **options: dataclasses.replace(
-            measure(*given, **options), us=1e5
+            measure(*given, **options), us=100.0
         ),
     )
     assert bench_kernels.main() == 0
@@ -313,7 +315,16 @@ def test_a_run_writes_its_record_as_it_goes(tmp_path, monkeypatch, capsys):
     # The case with a target came first.
     assert record["results"][0]["shape"]["query"] == 3
     assert table[1].rstrip().endswith("<= 1e+06 us: yes")
-    assert 0 < record["results"][0]["of_ceiling"] < 1
+    assert record["ceilings"] == limits
+    first = record["results"][0]
+    (case,) = select(CASES, ops=["mla_decode"], where={"query": "3"}, small=True)
+    assert first["of_ceiling"] == round(case.share(100, limits), 4) > 0
+
+
+def test_ceilings_are_measured():
+    found = benchmarking.ceilings(num_bytes=1 << 16, size=16)
+    assert sorted(found) == ["copy_gbps", "matmul_tflops", "read_gbps"]
+    assert min(found["copy_gbps"], found["read_gbps"]) > 0
 
 
 def test_roofline_is_drawn(tmp_path):
