@@ -117,28 +117,28 @@ def flat(result):
 
 
 def packed_oracle(case, attend, padding):
-    """The oracle of each row, one after the other, and then of the padding."""
-    outs, lses = [], []
-    for row, (query_len, kv_len) in enumerate(case.rows):
-        out, lse = attend(row, kv_len - query_len)
-        outs.append(out)
-        lses.append(lse)
-    out, lse = np.concatenate(outs), np.concatenate(lses)
+    """`(out, lse, sizes)` of each row, one after the other, and then of the padding."""
+    rows = [
+        attend(row, kv_len - query_len)
+        for row, (query_len, kv_len) in enumerate(case.rows)
+    ]
+    out, lse, sizes = (np.concatenate(x) for x in zip(*rows, strict=True))
     assert np.isfinite(out).all()
     assert len(out) == case.num_tokens
     return (
         np.concatenate([out, np.zeros((padding, *out.shape[1:]))]),
         np.concatenate([lse, np.full((padding, *lse.shape[1:]), -np.inf)]),
+        np.concatenate([sizes, np.zeros((padding, *sizes.shape[1:]))]),
     )
 
 
 def assert_result(case, result, oracle, *, width, operand=None):
-    """Compare `(out, lse)` of packed tokens."""
-    out, lse = result
+    """Compare `(out, lse)` of packed tokens with `(out, lse, sizes)`."""
+    (out, lse), (truth, lse_truth, sizes) = result, oracle
     keys = max(case.kv_lens)
     assert_matches(
         out,
-        oracle[0],
+        truth,
         dtype=DTYPES[case.compute],
         reduced_len=keys,
         row_axes=(0, 1),
@@ -147,11 +147,12 @@ def assert_result(case, result, oracle, *, width, operand=None):
     # A logit sums over the width, the log-sum-exp over the keys.
     assert_matches(
         lse,
-        oracle[1],
+        lse_truth,
         dtype="float32",
         reduced_len=max(width, keys),
         row_axes=(0,),
         accumulate_dtype=operand,
+        sizes=sizes,
     )
 
 
@@ -250,21 +251,29 @@ def move_gqa(case: Gqa, data: GqaData, seed: int) -> GqaData:
     return dataclasses.replace(data, pool=pool, views=views)
 
 
+def gqa_scoring(case: Gqa, data: GqaData, context_len):
+    """What an oracle needs besides the arrays of a row."""
+    return {
+        "context_len": context_len,
+        "softmax_scale": case.scale,
+        "window": case.window,
+        "sinks": data.sinks,
+        "soft_cap": case.soft_cap,
+    }
+
+
 def gqa_oracle(case: Gqa, data: GqaData, *, padding=PADDING):
-    """`(out, lse)` of the batch; the last `padding` tokens belong to no row."""
+    """`(out, lse, sizes)`; the last `padding` tokens belong to no row."""
     queries = case.split(data.q)
 
     def attend(row, context_len):
-        return oracles.dense_attention(
-            queries[row],
-            data.keys[row],
-            data.values[row],
-            context_len=context_len,
-            softmax_scale=case.scale,
-            window=case.window,
-            sinks=data.sinks,
-            soft_cap=case.soft_cap,
-            causal=True,
+        operands = queries[row], data.keys[row]
+        options = gqa_scoring(case, data, context_len)
+        return (
+            *oracles.dense_attention(
+                *operands, data.values[row], **options, causal=True
+            ),
+            oracles.lse_sizes(*operands, **options),
         )
 
     return packed_oracle(case, attend, padding)
@@ -393,39 +402,55 @@ def move_mla(case: Mla, data: MlaData, seed: int) -> MlaData:
     return dataclasses.replace(data, pool=pool, view=view)
 
 
+def mla_scoring(case: Mla, context_len):
+    """What an oracle of plain attention needs besides the arrays of a row."""
+    plain = {"window": None, "sinks": None, "soft_cap": None}
+    return {"context_len": context_len, "softmax_scale": case.scale, **plain}
+
+
+def attend_latents(case: Mla, q, rows, context_len):
+    """`(out, lse, sizes)` of one row."""
+    options = mla_scoring(case, context_len)
+    result = oracles.mla_latent_attention(
+        q,
+        rows,
+        latent_dim=case.dims[0],
+        context_len=context_len,
+        softmax_scale=case.scale,
+        causal=True,
+    )
+    return *result, oracles.lse_sizes(q, rows[:, None], **options)
+
+
 def absorbed_oracle(case: Mla, data: MlaData, *, padding=PADDING):
-    """`(out, lse)` of the batch; the last `padding` tokens belong to no row."""
+    """`(out, lse, sizes)`; the last `padding` tokens belong to no row."""
     queries = case.split(data.q)
 
     def attend(row, context_len):
-        return oracles.mla_latent_attention(
-            queries[row],
-            data.cached[row],
-            latent_dim=case.dims[0],
-            context_len=context_len,
-            softmax_scale=case.scale,
-            causal=True,
-        )
+        return attend_latents(case, queries[row], data.cached[row], context_len)
 
     return packed_oracle(case, attend, padding)
 
 
 def expanded_oracle(case: Mla, data: MlaData, *, padding=PADDING):
-    """`(out, lse)` of the batch; the last `padding` tokens belong to no row."""
+    """`(out, lse, sizes)`; the last `padding` tokens belong to no row."""
     queries = case.split(data.q_heads)
-    latent, _, nope, _ = case.dims
+    nope = case.dims[2]
 
     def attend(row, context_len):
-        return oracles.mla_expanded(
+        parts = np.split(data.cached[row], [case.dims[0]], axis=1)
+        result = oracles.mla_expanded(
             queries[row][..., :nope],
             queries[row][..., nope:],
-            data.cached[row][:, :latent],
-            data.cached[row][:, latent:],
+            *parts,
             data.w_kc,
             data.w_vc,
             context_len=context_len,
             softmax_scale=case.scale,
         )
+        keys = oracles.mla_keys(*parts, data.w_kc)
+        options = mla_scoring(case, context_len)
+        return *result, oracles.lse_sizes(queries[row], keys, **options)
 
     return packed_oracle(case, attend, padding)
 

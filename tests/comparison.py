@@ -11,6 +11,10 @@ The worst row decides, never a mean over rows, so one wrong head vector among
 thousands is found; and errors are measured against the row itself, so a result of
 small numbers is held to the same accuracy as one of large numbers.
 
+A small number that is the sum of larger ones of both signs has only their accuracy:
+its last place may be what is left of their first. An oracle that knows them gives their
+`sizes`, and `max(abs(oracle), sizes)` then takes the place of `abs(oracle)` above.
+
     tolerance = TOLERANCES[dtype] + TOLERANCES[accumulate_dtype] * sqrt(reduced_len)
 
 The first term is the rounding of the result when stored, the second the rounding in
@@ -101,6 +105,7 @@ def assert_matches(
     reduced_len: int,
     row_axes: tuple[int, ...],
     accumulate_dtype: DTypeLike | None = None,
+    sizes: np.ndarray | None = None,
 ) -> None:
     """Asserts that a result equals its oracle up to the rounding of its type.
 
@@ -117,6 +122,8 @@ def assert_matches(
             least one axis must be left, as a row of a single number has no size of
             its own to compare with: for an lse `[tokens, heads]` give `(0,)`.
         accumulate_dtype: As in `tolerance_of`.
+        sizes: Size of what each element is the sum of, in the oracle's shape, float64;
+            None where no element is much smaller than that.
 
     Raises:
         AssertionError: If they differ; the message names the worst row and element.
@@ -130,6 +137,8 @@ def assert_matches(
         raise ValueError("the oracle must be a float64 NumPy array")
     if oracle.size == 0:
         raise ValueError(f"nothing to compare: {oracle.shape=}")
+    if sizes is not None and sizes.shape != oracle.shape:
+        raise ValueError(f"{sizes.shape=} must be {oracle.shape=}")
     rows = sorted(axis % oracle.ndim for axis in row_axes) if oracle.ndim else []
     if len(set(rows)) != len(row_axes) or len(rows) >= oracle.ndim:
         raise ValueError(f"{row_axes=} must be distinct and leave an axis")
@@ -155,15 +164,18 @@ def assert_matches(
     finite = np.isfinite(oracle)
     expected = np.where(finite, oracle, 0.0)
     error = np.abs(np.where(finite, actual, 0.0) - expected)
+    size = np.abs(expected)
+    if sizes is not None:
+        size = np.maximum(size, np.where(finite, sizes, 0.0))
+    if not np.isfinite(size).all():
+        raise ValueError("sizes must be finite wherever the oracle is")
     inner = tuple(axis for axis in range(oracle.ndim) if axis not in rows)
     num_finite = np.maximum(finite.sum(axis=inner, keepdims=True), 1)
-    row_size = _rms(expected, inner, num_finite)
+    row_size = _rms(size, inner, num_finite)
     row_error = _rms(error, inner, num_finite)
     flushed = SMALLEST_NORMAL[_name_of(dtype)]
     row_allowed = tolerance * row_size + flushed
-    allowed = (
-        ELEMENT_FACTOR * tolerance * np.maximum(np.abs(expected), row_size) + flushed
-    )
+    allowed = ELEMENT_FACTOR * tolerance * np.maximum(size, row_size) + flushed
     bad_elements, bad_rows = error > allowed, row_error > row_allowed
     if not bad_elements.any() and not bad_rows.any():
         return
@@ -176,7 +188,7 @@ def assert_matches(
         f"{bad_elements.sum()} of {bad_elements.size} elements differ\n"
         f"  worst row {tuple(row[axis] for axis in rows)} of axes {tuple(rows)}: "
         f"rms error {row_error[row]:.6g}, allowed {row_allowed[row]:.6g}, "
-        f"rms of the oracle {row_size[row]:.6g}\n"
+        f"rms of the {'oracle' if sizes is None else 'sizes'} {row_size[row]:.6g}\n"
         f"  worst element {at}: actual {actual[at]:.9g}, oracle {oracle[at]:.9g}, "
         f"error {error[at]:.6g}, allowed {allowed[at]:.6g}\n"
         f"  {tolerance=:.6g} for {_name_of(dtype)} and {reduced_len=}"

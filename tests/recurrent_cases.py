@@ -95,6 +95,24 @@ class Kind:
         scale = self.K**-0.5
         return run(q, k, tokens["v"], log_decay, beta, state, scale=scale)
 
+    def expected_with_sizes(self, tokens, gate, state):
+        """Outputs and state of one sequence, and the sizes of what outputs are sums of.
+
+        An output is `scale * sum_k q_k S_vk`. Where q is nearly orthogonal to what the
+        state holds (after a strong decay, to one key) the products cancel, and the sum
+        has the accuracy to which they are known: `scale * sqrt(sum_k (q_k S_vk)^2)`.
+        """
+        outs, sizes, scale = [], [], self.K**-0.5
+        for t in range(len(tokens["v"])):
+            token = take(tokens, slice(t, t + 1))
+            out, state = self.expected(token, gate, state)
+            q = oracle.l2_normalize(token["q"], eps=EPS)[0]
+            q = np.repeat(q, self.H // self.I, axis=0)
+            squares = np.einsum("hk,hvk->hv", q**2, state**2)
+            outs.append(out)
+            sizes.append(scale * np.sqrt(squares)[None])
+        return np.concatenate(outs), state, np.concatenate(sizes)
+
 
 KINDS = {
     "kda": Kind(

@@ -35,9 +35,16 @@ VALUES = np.random.default_rng(1).standard_normal((KV_LEN, 2, 64))
 TRUTH, TRUTH_LSE = attend(v=VALUES, softmax_scale=0.125)
 
 
-def check(actual, *, dtype, oracle=TRUTH, row_axes=(0, 1), reduced_len=KV_LEN):
+def check(
+    actual, *, dtype, oracle=TRUTH, row_axes=(0, 1), reduced_len=KV_LEN, **options
+):
     assert_matches(
-        actual, oracle, dtype=dtype, reduced_len=reduced_len, row_axes=row_axes
+        actual,
+        oracle,
+        dtype=dtype,
+        reduced_len=reduced_len,
+        row_axes=row_axes,
+        **options,
     )
 
 
@@ -181,6 +188,22 @@ def test_small_rows_are_held_to_their_own_size():
         check(wrong.astype(np.float32), oracle=truth, dtype=np.float32)
 
 
+def test_terms_that_cancel_are_held_to_their_sizes():
+    # Of the second row the number is the larger one; of its -inf the size is unused.
+    truth = np.array([[1e-6, 1e-6], [1.0, -np.inf]])
+    sizes = np.array([[3.0, 3.0], [0.5, 0.5]])
+    options = {"dtype": np.float64, "row_axes": (0,), "reduced_len": 1}
+    for at, allowed in [((0, 0), 3 * 2.0**-43 * np.sqrt(2)), ((1, 0), 2.0**-43)]:
+        for share in (0.9, 1.1):
+            off = truth.copy()
+            off[at] += share * allowed
+            if share < 1:
+                assert_matches(off, truth, **options, sizes=sizes)
+                continue
+            with pytest.raises(AssertionError, match=rf"worst row \({at[0]},\)"):
+                assert_matches(off, truth, **options, sizes=sizes)
+
+
 def test_missing_nan_and_wrong_infinity_are_rejected():
     lse = TRUTH_LSE.copy()
     lse[1, 2], lse[0, 1] = -np.inf, np.nan
@@ -244,6 +267,13 @@ def test_meaningless_comparisons_are_refused():
         check(actual, oracle=actual, dtype=np.float32)
     with pytest.raises(ValueError, match="nothing to compare"):
         check(actual[:0], oracle=TRUTH[:0], dtype=np.float32)
+    for sizes, message in [
+        (TRUTH[0], r"sizes.shape=\(4, 64\) must be oracle.shape=\(3, 4, 64\)"),
+        (np.full(TRUTH.shape, np.nan), "sizes must be finite"),
+        (np.full(TRUTH.shape, np.inf), "sizes must be finite"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check(actual, dtype=np.float32, sizes=sizes)
     for row_axes in [(0, 1, 2), (0, 0), (0, -3)]:
         with pytest.raises(ValueError, match="must be distinct and leave an axis"):
             check(actual, dtype=np.float32, row_axes=row_axes)

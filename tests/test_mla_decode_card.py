@@ -14,11 +14,11 @@ from tests.attention_cases import (
     Mla,
     absorbed_oracle,
     assert_result,
+    attend_latents,
     flat,
     make_mla,
     run_mla_decode,
 )
-from tests.oracles import attention as oracles
 from ukv.ops.gpu_kernels import triton_kernels
 
 KIMI = ft.partial(
@@ -137,22 +137,18 @@ def run_on_card(
 
 def assert_rows(result, q, rows, kv_lens):
     """Compare a batch with the oracle; `rows` are the tokens of each row."""
-    outs, lses, width = [], [], q.shape[3]
-    for queries, tokens, kv_len in zip(q, rows, kv_lens, strict=True):
-        out, lse = oracles.mla_latent_attention(
-            queries,
-            tokens,
-            latent_dim=width - 64,
-            context_len=int(kv_len) - len(queries),
-            softmax_scale=0.1,
-            causal=True,
-        )
-        outs.append(out)
-        lses.append(lse)
-    case = KIMI(rows=((1, int(kv_lens.max()) + 1),))
-    assert_result(
-        case, flat(result), (np.concatenate(outs), np.concatenate(lses)), width=width
+    width = q.shape[3]
+    case = KIMI(
+        rows=((1, int(kv_lens.max()) + 1),),
+        dims=(width - 64, 64, 1, 1),
+        softmax_scale=0.1,
     )
+    found = [
+        attend_latents(case, queries, tokens, int(kv_len) - len(queries))
+        for queries, tokens, kv_len in zip(q, rows, kv_lens, strict=True)
+    ]
+    oracle = tuple(np.concatenate(x) for x in zip(*found, strict=True))
+    assert_result(case, flat(result), oracle, width=width)
 
 
 # 250 rows of each: 3,500 for an implementation.

@@ -15,7 +15,8 @@ from tests.gpu_compile import (
     pool_sized_copies,
     requires_h200_compiler,
 )
-from tests.recurrent_cases import Kind
+from tests.oracles.recurrent import l2_normalize
+from tests.recurrent_cases import EPS, Kind
 from tests.state_pools import StatePool, round_to
 from tests.triton_interpreter import (
     IS_INTERPRETING,
@@ -61,12 +62,11 @@ def test_the_kernels_pass_in_the_interpreter():
     assert_passes_in_the_interpreter(__file__)
 
 
-def check(actual, truth, num_tokens, *, head_axis):
+def check(actual, truth, num_tokens, *, head_axis, sizes=None):
     """Compare head by head, all tokens of an output together.
 
     Kernels multiply in bfloat16 and sum in float32: an element of the result is a sum
-    of rounded products over the key channels and the tokens. After a strong decay an
-    output is a multiple of q . k, which has no digits of its own where it vanishes.
+    of rounded products over the key channels and the tokens.
     """
     assert_matches(
         np.asarray(actual, "bfloat16"),
@@ -75,6 +75,7 @@ def check(actual, truth, num_tokens, *, head_axis):
         accumulate_dtype="tensorfloat32",
         reduced_len=num_tokens + 128,
         row_axes=(head_axis,),
+        sizes=sizes,
     )
 
 
@@ -146,10 +147,55 @@ def test_packed_rows_match_the_oracle(kind, gates, implementation):
         if not len(out):
             np.testing.assert_array_equal(pool.get(after, slot), np.float32(start))
             continue
-        truth, last = kind.expected(tokens, gate, start)
-        check(out, truth, len(out), head_axis=1)
+        truth, last, sizes = kind.expected_with_sizes(tokens, gate, start)
+        check(out, truth, len(out), head_axis=1, sizes=sizes)
         check(pool.get(after, slot), last, len(out), head_axis=0)
     pool.assert_only_written(before, after, [7, 2, 6, 5, 1])
+
+
+@by_kind
+def test_products_that_cancel_have_their_own_accuracy(kind):
+    kind, rng = KINDS[kind], np.random.default_rng(7)
+    gate, tokens = kind.gate(rng), draw_tokens(kind, rng, 1, "strong")
+    tokens["gate_logits"][...] = 80
+    q, k = (l2_normalize(tokens[name], eps=0.0) for name in "qk")
+    q -= (1 - 1e-6) * (q * k).sum(axis=-1, keepdims=True) * k
+    tokens["q"] = q
+    start = rng.standard_normal((kind.H, kind.V, kind.K)) * 0.3
+    truth, _, sizes = kind.expected_with_sizes(tokens, gate, start)
+    rounded = {
+        name: round_to(l2_normalize(x, eps=EPS), "bfloat16")
+        for name, x in (("q", q), ("k", k))
+    }
+    found, _ = kind.expected(tokens | rounded, gate, start)
+    check(found, truth, 1, head_axis=1, sizes=sizes)
+    with pytest.raises(AssertionError, match=f"{kind.H} of {kind.H} rows"):
+        check(found, truth, 1, head_axis=1)
+
+
+@by_kind
+@pytest.mark.parametrize("num_tokens", [1, 97])
+def test_wrong_outputs_are_refused(kind, num_tokens):
+    kind, rng = KINDS[kind], np.random.default_rng(6)
+    gate, tokens = kind.gate(rng), draw_tokens(kind, rng, num_tokens, "mixed")
+    start = rng.standard_normal((kind.H, kind.V, kind.K)) * 0.3
+    truth, _, sizes = kind.expected_with_sizes(tokens, gate, start)
+    np.testing.assert_array_equal(truth, kind.expected(tokens, gate, start)[0])
+    compare = ft.partial(
+        check, truth=truth, num_tokens=num_tokens, head_axis=1, sizes=sizes
+    )
+    compare(truth)
+    without_decay = tokens | {"gate_logits": np.full_like(tokens["gate_logits"], -60)}
+    for wrong in (
+        np.zeros_like(truth),
+        1.1 * truth,
+        truth[:, ::-1],
+        kind.expected(tokens, gate, np.zeros_like(start))[0],
+        kind.expected(without_decay, gate, start)[0],
+        kind.expected(tokens | {"q": tokens["k"]}, gate, start)[0],
+    ):
+        with pytest.raises(AssertionError, match="rows and"):
+            compare(wrong)
 
 
 @by_kind

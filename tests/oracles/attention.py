@@ -200,21 +200,14 @@ def attention_at_once(
     num_tokens, num_q_heads, _ = q.shape
     num_rows, num_kv_heads, value_width = v.shape
     group_size = num_q_heads // num_kv_heads
-    positions = context_len + np.arange(num_tokens)[:, None]
-    rows = np.arange(num_rows)[None]
-    is_seen = (rows <= positions) | (not causal)
-    if window is not None:
-        is_seen &= rows > positions - window
+    is_seen = _seen(num_tokens, num_rows, context_len, window, causal=causal)
     q, keys, values = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (q, k, v))
     values = np.where(is_seen.any(axis=0)[:, None], values, 0.0)
     out = np.zeros((num_tokens, num_q_heads, value_width))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     for h in range(num_q_heads):
         key, value = keys[h // group_size], values[h // group_size]
-        s = softmax_scale * (q[h] @ key.T)
-        if soft_cap is not None:
-            s = soft_cap * np.tanh(s / soft_cap)
-        s = np.where(is_seen, s, -np.inf)
+        s = _logits(q[h], key, is_seen, softmax_scale, soft_cap)
         sink = -np.inf if sinks is None else float(sinks[h])
         m = s.max(axis=1, initial=sink, keepdims=True)
         m = np.where(np.isneginf(m), 0.0, m)
@@ -224,6 +217,78 @@ def attention_at_once(
         out[some, h] = (p / np.where(z > 0, z, 1.0))[some] @ value
         lse[some, h] = (m + np.log(np.where(z > 0, z, 1.0)))[some, 0]
     return out, lse
+
+
+def lse_sizes(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    context_len: int,
+    softmax_scale: float,
+    window: int | None,
+    sinks: np.ndarray | None,
+    soft_cap: float | None,
+) -> np.ndarray:
+    """Sizes of the numbers that a causal log-sum-exp is the sum of.
+
+    In floating point `lse = m + log(z)`, and that may cancel in two places:
+
+    * `m` may be as far below 0 as `log(z)` is above. Both are rounded before they are
+      added, by `eps |m|` and `eps log(z)`: `z = 1 + rest`, where the 1 of the largest
+      logit is exact, so the error of `rest` is one of `eps (z - 1) / z <= eps log(z)`;
+    * a logit is itself a sum, of the products of a query and a key. Adding `D` of them
+      one by one rounds as many partial sums, which wander as far as
+      `sqrt(sum (q_d k_d)^2)` whatever they end at. A soft cap only makes this smaller.
+      As `d lse = sum_j p_j d s_j`, those of all keys count by their weights.
+
+    The largest of the three is the size; with one key it is that of the products.
+
+    Args:
+        q: As in `dense_attention`.
+        k: As in `dense_attention`.
+        context_len: As in `dense_attention`.
+        softmax_scale: As in `dense_attention`.
+        window: As in `dense_attention`.
+        sinks: As in `dense_attention`.
+        soft_cap: As in `dense_attention`.
+
+    Returns:
+        `[T, H]`, 0 for a token that sees no key and no sink.
+    """
+    (num_tokens, num_q_heads, _), (num_rows, num_kv_heads, _) = q.shape, k.shape
+    group_size = num_q_heads // num_kv_heads
+    is_seen = _seen(num_tokens, num_rows, context_len, window, causal=True)
+    q, keys = (np.moveaxis(np.asarray(x, np.float64), 1, 0) for x in (q, k))
+    sizes = np.zeros((num_tokens, num_q_heads))
+    for h in range(num_q_heads):
+        key = keys[h // group_size]
+        s = _logits(q[h], key, is_seen, softmax_scale, soft_cap)
+        products = np.where(is_seen, np.sqrt(q[h] ** 2 @ (key**2).T), 0.0)
+        sink = -np.inf if sinks is None else float(sinks[h])
+        m = s.max(axis=1, initial=sink)
+        some = np.isfinite(m)
+        s, m = s[some], m[some]
+        z = np.exp(s - m[:, None]).sum(axis=1) + np.exp(sink - m)
+        p = np.exp(s - m[:, None]) / z[:, None]
+        of_logits = softmax_scale * (p * products[some]).sum(axis=1)
+        sizes[some, h] = np.maximum(np.maximum(np.abs(m), np.log(z)), of_logits)
+    return sizes
+
+
+def _seen(num_tokens, num_rows, context_len, window, *, causal) -> np.ndarray:
+    """Which rows each token sees, `[T, J]`."""
+    positions = context_len + np.arange(num_tokens)[:, None]
+    rows = np.arange(num_rows)[None]
+    is_seen = (rows <= positions) | (not causal)
+    return is_seen if window is None else is_seen & (rows > positions - window)
+
+
+def _logits(q, k, is_seen, softmax_scale, soft_cap) -> np.ndarray:
+    """Logits of a head, `[T, J]`, `-inf` where a row is not seen."""
+    s = softmax_scale * (q @ k.T)
+    if soft_cap is not None:
+        s = soft_cap * np.tanh(s / soft_cap)
+    return np.where(is_seen, s, -np.inf)
 
 
 def mla_latent_attention(
@@ -344,12 +409,9 @@ def mla_expanded(
     q_nope, q_rope, latent, k_rope, w_kc, w_vc = (
         np.asarray(x, np.float64) for x in (q_nope, q_rope, latent, k_rope, w_kc, w_vc)
     )
-    num_heads = q_nope.shape[1]
-    k_nope = np.einsum("jc,hnc->jhn", latent, w_kc)
-    k_rope_per_head = np.repeat(k_rope[:, None, :], num_heads, axis=1)
     return dense_attention(
         np.concatenate([q_nope, q_rope], axis=-1),
-        np.concatenate([k_nope, k_rope_per_head], axis=-1),
+        mla_keys(latent, k_rope, w_kc),
         np.einsum("jc,hvc->jhv", latent, w_vc),
         context_len=context_len,
         softmax_scale=softmax_scale,
@@ -358,3 +420,20 @@ def mla_expanded(
         soft_cap=None,
         causal=True,
     )
+
+
+def mla_keys(latent: np.ndarray, k_rope: np.ndarray, w_kc: np.ndarray) -> np.ndarray:
+    """Keys of every head, as `mla_expanded` attends to them.
+
+    Args:
+        latent: As in `mla_absorbed`.
+        k_rope: As in `mla_absorbed`.
+        w_kc: As in `mla_absorbed`.
+
+    Returns:
+        `[J, H, N + R]`.
+    """
+    latent, k_rope, w_kc = (np.asarray(x, np.float64) for x in (latent, k_rope, w_kc))
+    k_nope = np.einsum("jc,hnc->jhn", latent, w_kc, optimize=True)
+    k_rope_per_head = np.repeat(k_rope[:, None, :], len(w_kc), axis=1)
+    return np.concatenate([k_nope, k_rope_per_head], axis=-1)

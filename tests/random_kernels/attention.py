@@ -11,8 +11,10 @@ from tests.attention_cases import (
     Gqa,
     Mla,
     assert_result,
+    gqa_scoring,
     make_gqa,
     make_mla,
+    mla_scoring,
     move_gqa,
     move_mla,
     packed_oracle,
@@ -22,7 +24,7 @@ from tests.attention_cases import (
     run_gqa_decode,
     run_mla_decode,
 )
-from tests.oracles.attention import attention_at_once
+from tests.oracles.attention import attention_at_once, lse_sizes, mla_keys
 from ukv.implementation import OpCase
 from ukv.ops.mla_kernels import MOST_ABSORBED
 
@@ -93,71 +95,49 @@ def _padding(case) -> int:
     return 0 if case.bound is not None else 3
 
 
+def _attend(q, keys, values, options):
+    """`(out, lse, sizes)` of one row."""
+    result = attention_at_once(q, keys, values, **options, causal=True)
+    return *result, lse_sizes(q, keys, **options)
+
+
 def gqa_rows_oracle(case: Gqa, data):
-    """`(out, lse)` of the batch."""
+    """`(out, lse, sizes)` of the batch."""
     queries = case.split(data.q)
 
     def attend(row, context_len):
-        out, lse = attention_at_once(
-            queries[row],
-            data.keys[row],
-            data.values[row],
-            context_len=context_len,
-            softmax_scale=case.scale,
-            window=case.window,
-            sinks=data.sinks,
-            soft_cap=case.soft_cap,
-            causal=True,
-        )
+        operands = queries[row], data.keys[row], data.values[row]
+        out, lse, sizes = _attend(*operands, gqa_scoring(case, data, context_len))
         # The ops promise -inf for a token without keys, sinks or not.
         lse[: max(-context_len, 0)] = -np.inf
-        return out, lse
+        return out, lse, sizes
 
     return packed_oracle(case, attend, _padding(case))
 
 
 def absorbed_rows_oracle(case: Mla, data):
-    """`(out, lse)` of the batch in the latent space."""
+    """`(out, lse, sizes)` of the batch in the latent space."""
     queries = case.split(data.q)
 
     def attend(row, context_len):
         rows = data.cached[row][:, None]
-        return attention_at_once(
-            queries[row],
-            rows,
-            rows[..., : case.dims[0]],
-            context_len=context_len,
-            softmax_scale=case.scale,
-            window=None,
-            sinks=None,
-            soft_cap=None,
-            causal=True,
-        )
+        operands = queries[row], rows, rows[..., : case.dims[0]]
+        return _attend(*operands, mla_scoring(case, context_len))
 
     return packed_oracle(case, attend, _padding(case))
 
 
 def expanded_rows_oracle(case: Mla, data):
-    """`(out, lse)` of the batch, every head's keys and values written out."""
+    """`(out, lse, sizes)` of the batch, every head's keys and values written out."""
     queries = case.split(data.q_heads)
-    w_kc, w_vc = (np.asarray(x, np.float64) for x in (data.w_kc, data.w_vc))
+    w_vc = np.asarray(data.w_vc, np.float64)
 
     def attend(row, context_len):
-        rows = np.asarray(data.cached[row], np.float64)
-        latent, rope = rows[:, : case.dims[0]], rows[:, case.dims[0] :]
-        ropes = np.broadcast_to(rope[:, None], (len(rows), case.heads, rope.shape[1]))
-        keys = [np.einsum("jc,hnc->jhn", latent, w_kc, optimize=True), ropes]
-        return attention_at_once(
-            queries[row],
-            np.concatenate(keys, axis=-1),
-            np.einsum("jc,hvc->jhv", latent, w_vc, optimize=True),
-            context_len=context_len,
-            softmax_scale=case.scale,
-            window=None,
-            sinks=None,
-            soft_cap=None,
-            causal=True,
-        )
+        latent, rope = np.split(data.cached[row], [case.dims[0]], axis=1)
+        keys = mla_keys(latent, rope, data.w_kc)
+        latent = np.asarray(latent, np.float64)
+        values = np.einsum("jc,hvc->jhv", latent, w_vc, optimize=True)
+        return _attend(queries[row], keys, values, mla_scoring(case, context_len))
 
     return packed_oracle(case, attend, 3)
 
