@@ -5,6 +5,7 @@ so this needs a process of its own that has ``TRITON_INTERPRET=1`` from the star
 """
 
 import functools as ft
+import math
 import os
 import subprocess
 import sys
@@ -45,6 +46,8 @@ def assert_passes_in_the_interpreter(path: str, *options: str) -> str:
         What pytest wrote.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    # NumPy's products are small, and other tests want the other cores.
+    environment["OPENBLAS_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "-m", "triton", *options, path],
@@ -169,7 +172,51 @@ class _Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(data, tl.float32)
 
 
+_init_block_type = tl.block_type.__init__
+_block_types: dict[tuple, dict[str, object]] = {}
+
+
+def _init_block_type_once(self, element_ty, shape):
+    """Make a type from the first one of its kind: every operation makes some."""
+    sizes = (size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    key = (element_ty.name, *sizes)
+    if key not in _block_types:
+        _init_block_type(self, element_ty, shape)
+        _block_types[key] = vars(self).copy()
+    vars(self).update(_block_types[key])
+
+
+@ft.cache
+def _shape_of(*sizes):
+    """The shape and the number of elements of a tensor, as its functions see them."""
+    shape = tl.tuple([tl.constexpr(size) for size in sizes])
+    return shape, tl.constexpr(math.prod(sizes))
+
+
+def _init_tensor(self, handle, dtype):
+    self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
+    self.shape, self.numel = _shape_of(*(dtype.shape if dtype.is_block() else ()))
+
+
+_get_np_dtype = interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype] = {}
+
+
+def _get_np_dtype_once(dtype):
+    name = dtype.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _get_np_dtype(dtype)
+    return _np_dtypes[name]
+
+
 interpreter._patch_lang = _patch_lang_once
+tl.block_type.__init__ = _init_block_type_once
+tl.tensor.__init__ = _init_tensor
+interpreter._get_np_dtype = _get_np_dtype_once
+# Without `debug`, which it has not, it throws the checks for overflow away.
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+    sanitize_overflow=False
+)
 interpreter._patch_lang_tensor = _patch_for_numpy_2
 interpreter._convert_float = _convert_float
 interpreter.interpreter_builder.__class__ = _Builder
