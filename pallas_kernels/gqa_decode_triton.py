@@ -30,12 +30,15 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.card import has_large_shared_memory, num_multiprocessors
 from pallas_kernels.gqa_decode_kernels import (
+    Chunks,
+    Queries,
     chunks_kernel,
+    even_chunks,
     merge_kernel,
     whole_rows_kernel,
 )
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
-from pallas_kernels.paged_triton import addresses, layer_blocks, scoring
+from pallas_kernels.paged_triton import KvParts, Scoring, layer_blocks
 from pallas_kernels.triton_launch import launch
 from pallas_kernels.tuning import tuned_config
 
@@ -165,13 +168,13 @@ def plan_decode(
     if is_short:
         block_kv = min(block_kv, max(16, next_power_of_2(most_seen)))
     num_items = num_rows * k.num_heads // heads * num_tiles
-    even_chunks = _even_chunks(num_items, num_programs)
+    chunks = even_chunks(num_items, num_programs, start=0.004)
     row_bytes = 4 * num_rows * query_len * group * k.num_heads * v.width
     max_chunks = max(1, min(config.max_chunks, _PARTIAL_BYTES // row_bytes))
     # The more items there are anyway, the less a short chunk is worth its start.
     least_chunk = min(1024, max(128, next_power_of_2(2 * num_items)))
     long_chunks = min(max_chunks, -(-most_seen // config.most_chunk))
-    part_chunks = min(max(even_chunks, long_chunks), -(-most_seen // least_chunk))
+    part_chunks = min(max(chunks, long_chunks), -(-most_seen // least_chunk))
     part_chunks = 1 if is_short else part_chunks
     follow = part_chunks == 1 and num_items > num_programs
     if follow and not is_short and has_large_shared_memory():
@@ -183,27 +186,13 @@ def plan_decode(
         block_kv=block_kv,
         num_tiles=num_tiles,
         num_items=num_items,
-        even_chunks=even_chunks,
+        even_chunks=chunks,
         least_chunk=least_chunk,
         max_chunks=max_chunks,
         part_chunks=part_chunks,
         num_stages=num_stages,
         num_programs=num_programs,
     )
-
-
-def _even_chunks(num_items: int, num_programs: int) -> int:
-    """Returns into how many chunks to cut rows that are equally long.
-
-    The programs take as many rounds as the items need. A round costs its share of a
-    row and a start, the latter about 0.4 % of a row.
-    """
-
-    def cost(chunks: int) -> float:
-        rounds = -(-num_items * chunks // num_programs)
-        return rounds * (1 / chunks + 0.004)
-
-    return min(range(1, -(-4 * num_programs // num_items) + 1), key=cost)
 
 
 def gqa_decode(
@@ -270,17 +259,18 @@ def gqa_decode(
         config=config,
     )
     statics: dict[str, typing.Any] = {
-        **addresses(k, v, heads=plan.heads),
+        "SCORING": Scoring.of(softmax_scale, window=window, soft_cap=soft_cap),
+        "QUERIES": Queries(
+            query_len=query_len,
+            num_kv_heads=k.num_heads,
+            group=num_q_heads // k.num_heads,
+            heads=plan.heads,
+            block_m=plan.block_m,
+            num_tiles=plan.num_tiles,
+        ),
+        "KV": KvParts.of(k, v, heads=plan.heads),
         "MAX_PAGES": max_pages,
-        **scoring(softmax_scale, window=window, soft_cap=soft_cap),
-        "QUERY_LEN": query_len,
-        "NUM_KV_HEADS": k.num_heads,
-        "GROUP": num_q_heads // k.num_heads,
-        "HEADS": plan.heads,
-        "BLOCK_M": plan.block_m,
-        "BLOCK_KV": plan.block_kv,
         "PRECISION": "tf32x3",
-        "NUM_TILES": plan.num_tiles,
     }
     blocks = layer_blocks(k, v)
     outputs = [
@@ -303,16 +293,18 @@ def gqa_decode(
             num_warps=config.num_warps,
             num_stages=plan.num_stages,
             HAS_SINKS=sinks is not None,
+            BLOCK_KV=plan.block_kv,
             **statics,
         )
         return out, lse
-    cut: dict[str, typing.Any] = {
-        "EVEN_CHUNKS": plan.even_chunks,
-        "MAX_CHUNKS": plan.max_chunks,
-        "LEAST_CHUNK": plan.least_chunk,
-        "MOST_CHUNK": config.most_chunk,
-        "PART_CHUNKS": plan.part_chunks,
-    }
+    chunks = Chunks(
+        block_kv=plan.block_kv,
+        even_chunks=plan.even_chunks,
+        least_chunk=plan.least_chunk,
+        most_chunk=config.most_chunk,
+        max_chunks=plan.max_chunks,
+        part_chunks=plan.part_chunks,
+    )
     parts = (num_rows, plan.part_chunks, *q.shape[1:3])
     num_programs = min(plan.num_programs, plan.num_items * plan.part_chunks)
     part, part_lse = launch(
@@ -333,8 +325,8 @@ def gqa_decode(
         NUM_ROWS=num_rows,
         BLOCK_ROWS=next_power_of_2(num_rows),
         NUM_PROGRAMS=num_programs,
+        CHUNKS=chunks,
         **statics,
-        **cut,
     )
     out, lse = launch(
         merge_kernel,
@@ -346,13 +338,12 @@ def gqa_decode(
         grid=(num_rows * query_len * num_q_heads,),
         num_warps=4 if plan.part_chunks > 8 else 1,
         HAS_SINKS=sinks is not None,
-        WINDOW=statics["WINDOW"],
+        WINDOW=statics["SCORING"].window,
         QUERY_LEN=query_len,
         NUM_HEADS=num_q_heads,
         VALUE_DIM=v.width,
-        BLOCK_KV=plan.block_kv,
         BLOCK_E=next_power_of_2(v.width),
+        CHUNKS=chunks,
         BLOCK_CHUNKS=min(64, next_power_of_2(plan.part_chunks)),
-        **cut,
     )
     return out, lse

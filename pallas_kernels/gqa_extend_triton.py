@@ -25,13 +25,13 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from pallas_kernels.card import has_large_shared_memory
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
 from pallas_kernels.paged_triton import (
-    addresses,
+    KvParts,
+    Scoring,
     cap,
     entry_pointers,
     finish,
     layer_blocks,
     pages_of,
-    scoring,
 )
 from pallas_kernels.triton_launch import launch
 
@@ -78,27 +78,18 @@ def _attend_blocks(
     start,
     stop,
     limit,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    K_ENTRY: tl.constexpr,
-    V_ENTRY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    SCORING: tl.constexpr,
+    KV: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Visits the blocks from start to stop; keys from first_seen to limit are read."""
-    d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, BLOCK_E)
+    d = tl.arange(0, KV.block_d)
+    e = tl.arange(0, KV.block_e)
     step = tl.arange(0, BLOCK_KV)
     # Blocks lie on a grid from position 0: a page of whole blocks has one address.
+    PAGE_SIZE: tl.constexpr = KV.page_size
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_KV == 0
     # Block ids are read one block ahead: the copies of K and V wait for no address.
     ahead = pages_of(table_ptr, start, step, limit, PAGE_SIZE, ONE_PAGE)
@@ -107,10 +98,10 @@ def _attend_blocks(
         pages = ahead
         ahead = pages_of(table_ptr, at + BLOCK_KV, step, limit, PAGE_SIZE, ONE_PAGE)
         k_rows = entry_pointers(
-            k_ptr, pages, k_block, at, step, PAGE_SIZE, K_ROW, K_ENTRY, ONE_PAGE
+            k_ptr, pages, k_block, at, step, PAGE_SIZE, KV.k_row, KV.k_entry, ONE_PAGE
         )
         v_rows = entry_pointers(
-            v_ptr, pages, v_block, at, step, PAGE_SIZE, V_ROW, V_ENTRY, ONE_PAGE
+            v_ptr, pages, v_block, at, step, PAGE_SIZE, KV.v_row, KV.v_entry, ONE_PAGE
         )
         k_ptrs = k_rows[:, None] + d[None, :]
         v_ptrs = v_rows[:, None] + e[None, :]
@@ -118,21 +109,21 @@ def _attend_blocks(
         if IS_MASKED:
             is_key = (key < limit)[:, None]
             is_key &= (key >= first_seen)[:, None]
-            k = tl.load(k_ptrs, mask=is_key & (d < KEY_DIM)[None, :], other=0.0)
-        elif BLOCK_D == KEY_DIM:
+            k = tl.load(k_ptrs, mask=is_key & (d < KV.key_dim)[None, :], other=0.0)
+        elif KV.block_d == KV.key_dim:
             k = tl.load(k_ptrs)
         else:
-            k = tl.load(k_ptrs, mask=(d < KEY_DIM)[None, :], other=0.0)
+            k = tl.load(k_ptrs, mask=(d < KV.key_dim)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if SOFT_CAP > 0.0:
-            s = cap(s, SCALE, SOFT_CAP)
+        if SCORING.soft_cap > 0.0:
+            s = cap(s, SCORING.scale, SCORING.soft_cap)
             FACTOR: tl.constexpr = 1.0
         else:
-            FACTOR: tl.constexpr = SCALE * 1.4426950408889634
+            FACTOR: tl.constexpr = SCORING.scale * 1.4426950408889634
         if IS_MASKED:
             is_seen = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                is_seen &= key[None, :] > position[:, None] - WINDOW
+            if SCORING.window > 0:
+                is_seen &= key[None, :] > position[:, None] - SCORING.window
             s = tl.where(is_seen, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1) * FACTOR)
         origin = m_new
@@ -145,11 +136,11 @@ def _attend_blocks(
         acc = acc * rescale[:, None]
         m = m_new
         if IS_MASKED:
-            v = tl.load(v_ptrs, mask=is_key & (e < VALUE_DIM)[None, :], other=0.0)
-        elif BLOCK_E == VALUE_DIM:
+            v = tl.load(v_ptrs, mask=is_key & (e < KV.value_dim)[None, :], other=0.0)
+        elif KV.block_e == KV.value_dim:
             v = tl.load(v_ptrs)
         else:
-            v = tl.load(v_ptrs, mask=(e < VALUE_DIM)[None, :], other=0.0)
+            v = tl.load(v_ptrs, mask=(e < KV.value_dim)[None, :], other=0.0)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
     return acc, m, z
 
@@ -168,28 +159,16 @@ def _extend_kernel(
     out_ptr,
     lse_ptr,
     HAS_SINKS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SCORING: tl.constexpr,
+    KV: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     NUM_TILES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    K_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    K_ENTRY: tl.constexpr,
-    V_ENTRY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -217,17 +196,19 @@ def _extend_kernel(
     position = kv_len - query_len + query
     first_position = kv_len - query_len + offset
     stop = tl.minimum(first_position + BLOCK_Q, kv_len)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, KV.block_d)
+    # A shape is made of constants that stand alone.
+    BLOCK_E: tl.constexpr = KV.block_e
     e = tl.arange(0, BLOCK_E)
     q_row = (first_token + query) * NUM_KV_HEADS + head
     q_row = q_row * GROUP + place % GROUP
     q = tl.load(
-        q_ptr + q_row.to(tl.int64)[:, None] * KEY_DIM + d[None, :],
-        mask=is_query[:, None] & (d < KEY_DIM)[None, :],
+        q_ptr + q_row.to(tl.int64)[:, None] * KV.key_dim + d[None, :],
+        mask=is_query[:, None] & (d < KV.key_dim)[None, :],
         other=0.0,
     )
-    k_ptr = k_pool_ptr.to(tl.pointer_type(tl.dtype(K_DTYPE))) + head * KEY_DIM
-    v_ptr = v_pool_ptr.to(tl.pointer_type(tl.dtype(V_DTYPE))) + head * VALUE_DIM
+    k_ptr = k_pool_ptr.to(tl.pointer_type(tl.dtype(KV.k_dtype))) + head * KV.key_dim
+    v_ptr = v_pool_ptr.to(tl.pointer_type(tl.dtype(KV.v_dtype))) + head * KV.value_dim
     table_ptr += row * MAX_PAGES
     k_block = tl.load(blocks_ptr)
     v_block = tl.load(blocks_ptr + 1)
@@ -235,8 +216,8 @@ def _extend_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    if WINDOW > 0:
-        first_seen = tl.maximum(first_position - (WINDOW - 1), 0)
+    if SCORING.window > 0:
+        first_seen = tl.maximum(first_position - (SCORING.window - 1), 0)
         start = first_seen // BLOCK_KV * BLOCK_KV
     else:
         first_seen = 0
@@ -244,15 +225,11 @@ def _extend_kernel(
         start = tl.maximum(first_position + 1, 0) // BLOCK_KV * BLOCK_KV
         acc, m, z = _attend_blocks(
             acc, m, z, q, k_ptr, v_ptr, table_ptr, k_block, v_block, position,
-            0, 0, start, start, SCALE, SOFT_CAP, WINDOW, KEY_DIM, VALUE_DIM, K_ROW,
-            V_ROW, K_ENTRY, V_ENTRY, PAGE_SIZE, BLOCK_KV, BLOCK_D, BLOCK_E, PRECISION,
-            False,
+            0, 0, start, start, SCORING, KV, BLOCK_KV, PRECISION, False,
         )  # fmt: skip
     acc, m, z = _attend_blocks(
         acc, m, z, q, k_ptr, v_ptr, table_ptr, k_block, v_block, position,
-        first_seen, start, stop, stop, SCALE, SOFT_CAP, WINDOW, KEY_DIM, VALUE_DIM,
-        K_ROW, V_ROW, K_ENTRY, V_ENTRY, PAGE_SIZE, BLOCK_KV, BLOCK_D, BLOCK_E,
-        PRECISION, True,
+        first_seen, start, stop, stop, SCORING, KV, BLOCK_KV, PRECISION, True,
     )  # fmt: skip
     sink = 0.0
     if HAS_SINKS:
@@ -261,9 +238,9 @@ def _extend_kernel(
         sink = sink * 1.4426950408889634
     out, lse = finish(acc, m, z, sink, HAS_SINKS)
     tl.store(
-        out_ptr + q_row.to(tl.int64)[:, None] * VALUE_DIM + e[None, :],
+        out_ptr + q_row.to(tl.int64)[:, None] * KV.value_dim + e[None, :],
         out.to(out_ptr.dtype.element_ty),
-        mask=is_query[:, None] & (e < VALUE_DIM)[None, :],
+        mask=is_query[:, None] & (e < KV.value_dim)[None, :],
     )
     tl.store(lse_ptr + q_row, lse * 0.6931471805599453, mask=is_query)
 
@@ -312,9 +289,9 @@ def gqa_extend(
     num_tokens, num_q_heads, _ = q.shape
     num_rows, max_pages = table.shape
     group = num_q_heads // k.num_heads
-    places = addresses(k, v)
+    parts = KvParts.of(k, v)
     if config is None:
-        widest = max(places["BLOCK_D"], places["BLOCK_E"])
+        widest = max(parts.block_d, parts.block_e)
         config = default_config(widest, window, q.dtype)
     if softmax_scale < 0:
         # The kernel takes the maximum before it scales.
@@ -351,8 +328,8 @@ def gqa_extend(
         BLOCK_KV=config.block_kv,
         BLOCK_ROWS=next_power_of_2(num_rows + 1),
         PRECISION="tf32x3",
-        **scoring(softmax_scale, window=window, soft_cap=soft_cap),
-        **places,
+        SCORING=Scoring.of(softmax_scale, window=window, soft_cap=soft_cap),
+        KV=parts,
     )
     return out, lse
 

@@ -20,7 +20,12 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.gqa_decode_kernels import chunk_length, merge_kernel
+from pallas_kernels.gqa_decode_kernels import (
+    Chunks,
+    chunk_length,
+    even_chunks,
+    merge_kernel,
+)
 from pallas_kernels.paged_rows import PagedPart, next_power_of_2
 from pallas_kernels.paged_triton import (
     TYPES,
@@ -93,30 +98,24 @@ def chunks_kernel(
     PAGE_SIZE: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    EVEN_CHUNKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    LEAST_CHUNK: tl.constexpr,
-    MOST_CHUNK: tl.constexpr,
-    PART_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
 ):
     """Programs attend tiles to chunks of their keys, item after item."""
     COLUMNS: tl.constexpr = QUERY_LEN * NUM_HEADS
+    BLOCK_KV: tl.constexpr = CHUNKS.block_kv
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_KV == 0
     block = tl.load(block_ptr)
     pool_ptr = pool_ptr.to(tl.pointer_type(tl.dtype(DTYPE)))
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(kv_lens_ptr + rows, mask=rows < NUM_ROWS, other=0)
-    lengths = chunk_length(
-        lens, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
-    )
+    lengths = chunk_length(lens, CHUNKS)
     counts = tl.where(rows < NUM_ROWS, tl.maximum(tl.cdiv(lens, lengths), 1), 0)
     ends = tl.cumsum(counts, 0)
     e = tl.arange(0, BLOCK_E)
@@ -128,9 +127,7 @@ def chunks_kernel(
         row = tl.sum((ends <= work).to(tl.int32), 0)
         chunk = work - tl.sum(tl.where(rows < row, counts, 0), 0)
         kv_len = tl.sum(tl.where(rows == row, lens, 0), 0)
-        length = chunk_length(
-            kv_len, BLOCK_KV, EVEN_CHUNKS, MAX_CHUNKS, LEAST_CHUNK, MOST_CHUNK
-        )
+        length = chunk_length(kv_len, CHUNKS)
         start = chunk * length
         stop = tl.minimum(start + length, kv_len)
         column = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -183,27 +180,13 @@ def chunks_kernel(
             acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision=PRECISION)
         out, lse = finish(acc, m, z, 0.0, False)
         # Parts lie in the order of rows, chunks and columns.
-        part = (row * PART_CHUNKS + chunk) * COLUMNS + column
+        part = (row * CHUNKS.part_chunks + chunk) * COLUMNS + column
         tl.store(
             part_ptr + part.to(tl.int64)[:, None] * LATENT + e[None, :],
             out,
             mask=is_query[:, None] & (e < LATENT)[None, :],
         )
         tl.store(part_lse_ptr + part, lse, mask=is_query)
-
-
-def even_chunks(num_items: int, num_programs: int) -> int:
-    """Returns into how many chunks to cut rows that are equally long.
-
-    The programs take as many rounds as the items need. A round costs its share of a
-    row and a start, the latter about 1 % of a row.
-    """
-
-    def cost(chunks: int) -> float:
-        rounds = -(-num_items * chunks // num_programs)
-        return rounds * (1 / chunks + 0.01)
-
-    return min(range(1, -(-4 * num_programs // num_items) + 1), key=cost)
 
 
 def mla_decode(
@@ -254,21 +237,19 @@ def mla_decode(
     itemsize = max(part.dtype.itemsize, q.dtype.itemsize)
     key_bytes = next_power_of_2(latent_dim) * itemsize
     block_kv = max(16, min(64, config.tile_bytes // key_bytes))
-    even = even_chunks(num_rows * num_tiles, config.num_programs)
+    even = even_chunks(num_rows * num_tiles, config.num_programs, start=0.01)
     row_bytes = 4 * num_rows * columns * latent_dim
     max_chunks = max(1, min(config.max_chunks, _PARTIAL_BYTES // row_bytes))
     most_seen = table.shape[1] * part.page_size
     part_chunks = min(max(even, max_chunks), -(-most_seen // config.least_chunk))
-    cut: dict[str, typing.Any] = {
-        "EVEN_CHUNKS": even,
-        "MAX_CHUNKS": max_chunks,
-        "LEAST_CHUNK": config.least_chunk,
-        "MOST_CHUNK": config.most_chunk,
-        "PART_CHUNKS": part_chunks,
-        "BLOCK_KV": block_kv,
-        "QUERY_LEN": query_len,
-        "NUM_HEADS": num_heads,
-    }
+    chunks = Chunks(
+        block_kv=block_kv,
+        even_chunks=even,
+        least_chunk=config.least_chunk,
+        most_chunk=config.most_chunk,
+        max_chunks=max_chunks,
+        part_chunks=part_chunks,
+    )
     num_programs = min(config.num_programs, num_rows * num_tiles * part_chunks)
     parts, part_lse = launch(
         chunks_kernel,
@@ -287,6 +268,8 @@ def mla_decode(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         SCALE=float(softmax_scale),
+        QUERY_LEN=query_len,
+        NUM_HEADS=num_heads,
         LATENT=latent_dim,
         ROPE=row_width - latent_dim,
         DTYPE=TYPES[part.dtype.name],
@@ -302,7 +285,7 @@ def mla_decode(
         NUM_ROWS=num_rows,
         BLOCK_ROWS=next_power_of_2(num_rows),
         NUM_PROGRAMS=num_programs,
-        **cut,
+        CHUNKS=chunks,
     )
     out, lse = launch(
         merge_kernel,
@@ -318,9 +301,11 @@ def mla_decode(
         num_warps=4,
         HAS_SINKS=False,
         WINDOW=0,
+        QUERY_LEN=query_len,
+        NUM_HEADS=num_heads,
         VALUE_DIM=latent_dim,
         BLOCK_E=next_power_of_2(latent_dim),
+        CHUNKS=chunks,
         BLOCK_CHUNKS=min(16, next_power_of_2(part_chunks)),
-        **cut,
     )
     return out, lse

@@ -1,5 +1,6 @@
 """What the Triton attention kernels share. Importing this module imports Triton."""
 
+import dataclasses
 import typing
 
 import jax.numpy as jnp
@@ -24,32 +25,78 @@ def tile_width(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def addresses(k: PagedPart, v: PagedPart, *, heads: int = 1) -> dict[str, typing.Any]:
-    """Returns the constants by which a kernel finds K and V of some heads at a time."""
-    return {
-        "KEY_DIM": k.width,
-        "VALUE_DIM": v.width,
-        "K_DTYPE": TYPES[k.dtype.name],
-        "V_DTYPE": TYPES[v.dtype.name],
-        "K_ROW": k.row_elements,
-        "V_ROW": v.row_elements,
-        "K_ENTRY": k.entry_elements,
-        "V_ENTRY": v.entry_elements,
-        "PAGE_SIZE": k.page_size,
-        "BLOCK_D": tile_width(heads * k.width),
-        "BLOCK_E": tile_width(heads * v.width),
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvParts:
+    """Constants by which a kernel finds K and V of some heads at a time.
+
+    Attributes:
+        key_dim: width of a K head.
+        value_dim: width of a V head.
+        k_dtype: Triton's name of the storage type of K.
+        v_dtype: that of V.
+        k_row: elements of a kernel row of K.
+        v_row: of V.
+        k_entry: elements from one token's K to the next.
+        v_entry: from one token's V to the next.
+        page_size: tokens of a page.
+        block_d: columns of a tile of K.
+        block_e: columns of a tile of V.
+    """
+
+    key_dim: int
+    value_dim: int
+    k_dtype: str
+    v_dtype: str
+    k_row: int
+    v_row: int
+    k_entry: int
+    v_entry: int
+    page_size: int
+    block_d: int
+    block_e: int
+
+    @classmethod
+    def of(cls, k: PagedPart, v: PagedPart, *, heads: int = 1) -> "KvParts":
+        """Returns the constants of K and V, read `heads` heads at a time."""
+        return cls(
+            key_dim=k.width,
+            value_dim=v.width,
+            k_dtype=TYPES[k.dtype.name],
+            v_dtype=TYPES[v.dtype.name],
+            k_row=k.row_elements,
+            v_row=v.row_elements,
+            k_entry=k.entry_elements,
+            v_entry=v.entry_elements,
+            page_size=k.page_size,
+            block_d=tile_width(heads * k.width),
+            block_e=tile_width(heads * v.width),
+        )
 
 
-def scoring(
-    softmax_scale: float, *, window: int | None, soft_cap: float | None
-) -> dict[str, typing.Any]:
-    """Returns the constants of scores; 0 is no window, and no cap."""
-    return {
-        "SCALE": float(softmax_scale),
-        "SOFT_CAP": 0.0 if soft_cap is None else float(soft_cap),
-        "WINDOW": 0 if window is None else min(window, 2**30),
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Constants that make a logit of `q . k`.
+
+    Attributes:
+        scale: factor of `q . k`.
+        soft_cap: `c` in `c * tanh(s / c)`, applied to scaled scores; 0 for none.
+        window: tokens that a query sees; 0 for all.
+    """
+
+    scale: float
+    soft_cap: float
+    window: int
+
+    @classmethod
+    def of(
+        cls, softmax_scale: float, *, window: int | None, soft_cap: float | None
+    ) -> "Scoring":
+        """Returns the constants of what an op is given, where None means none."""
+        return cls(
+            scale=float(softmax_scale),
+            soft_cap=0.0 if soft_cap is None else float(soft_cap),
+            window=0 if window is None else min(window, 2**30),
+        )
 
 
 def layer_blocks(k: PagedPart, v: PagedPart) -> Int32[Array, " 3"]:

@@ -50,7 +50,8 @@ _TYPES = {
     "float8_e5m2": "*fp8e5",
 }
 
-Constant = int | float | bool | str | None
+# One of several numbers, which a kernel reads as attributes, is a frozen dataclass.
+Constant = collections.abc.Hashable
 
 
 @dataclasses.dataclass(frozen=True)
