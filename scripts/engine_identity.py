@@ -21,6 +21,7 @@ nothing: nothing moved, nobody was retracted, no prompt was split, or nothing hi
 import argparse
 import collections
 import dataclasses
+import gc
 import json
 import pathlib
 import sys
@@ -232,6 +233,10 @@ def compare(
                 "seconds": round(time.monotonic() - started, 1),
                 "models": reports,
             }
+            # Programs of a model serve no other one, and each maps memory, of which
+            # Linux allows a process 65,530 pieces.
+            jax.clear_caches()
+            gc.collect()
 
 
 def is_shown(report: dict) -> bool:
