@@ -11,7 +11,6 @@ from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.paged_rows import PagedPart
 from tests.attention_cases import (
     DTYPES,
-    Mla,
     absorbed_oracle,
     assert_result,
     attend_latents,
@@ -19,13 +18,8 @@ from tests.attention_cases import (
     make_mla,
     run_mla_decode,
 )
+from tests.test_mla_decode_kernel import BFLOAT16, KIMI, WIDTH
 from ukv.ops.gpu_kernels import triton_kernels
-
-KIMI = ft.partial(
-    Mla, dims=(512, 64, 128, 128), store="bf16", compute="bf16", placement="high"
-)
-WIDTH = 576
-BFLOAT16 = DTYPES["bf16"]
 
 ON_CARD = {
     "P64-H32": KIMI(

@@ -75,6 +75,19 @@ def pair_of(low, high):
     return llvm.insertelement(llvm.insertelement(pair, low, i32(0)), high, i32(1))
 
 
+def assemble(ptx: str, operands, constraints: str, *, results: int):
+    """Return the float32 registers that PTX gives, the first of its constraints."""
+    number = ir.F32Type.get()
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * results),
+        operands,
+        ptx,
+        constraints,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(number, found, [i]) for i in range(results)]
+
+
 def numbers_of(array):
     """Return the elements that a thread holds, one by one."""
     return [

@@ -22,6 +22,7 @@ from pallas_kernels.mla_decode.float8_inline import (
     COLUMNS,
     LAYOUT,
     PAIR_SWIZZLE,
+    assemble,
     descriptor_of,
     i32,
     pair_of,
@@ -124,15 +125,8 @@ def _score_registers(address, descriptor, blocks: int):
             f"wgmma.wait_group.sync.aligned {int(block + 1 < blocks)};",
         ]
     constraints = ",".join(["=&f"] * count + ["r", "l"])
-    number = ir.F32Type.get()
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([number] * count),
-        [address, descriptor],
-        "{\n" + "\n".join(lines) + "\n}",
-        constraints,
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(number, found, [i]) for i in range(count)]
+    ptx = "{\n" + "\n".join(lines) + "\n}"
+    return assemble(ptx, [address, descriptor], constraints, results=count)
 
 
 def column_references(scores, scale: float, scratch_smem) -> Any:

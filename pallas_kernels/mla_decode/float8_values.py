@@ -34,6 +34,7 @@ from pallas_kernels.mla_decode.float8_inline import (
     COLUMNS,
     LAYOUT,
     PAIR_SWIZZLE,
+    assemble,
     descriptor_of,
     i32,
     like,
@@ -232,7 +233,6 @@ def _weight_descriptors(p_ref):
 
 def _multiply(words, descriptors):
     """Issue the products of 64 elements of one parity; return their registers."""
-    number = ir.F32Type.get()
     count = COLUMNS // 2
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["wgmma.fence.sync.aligned;"]
@@ -252,29 +252,14 @@ def _multiply(words, descriptors):
         + "\n}"
     )
     constraints = ",".join(["=&f"] * count + ["r"] * 8 + ["l"] * 4)
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([number] * count),
-        [*words, *descriptors],
-        ptx,
-        constraints,
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(number, found, [i]) for i in range(count)]
+    return assemble(ptx, [*words, *descriptors], constraints, results=count)
 
 
 def _fenced(registers):
     """Return registers that are not read before this point."""
-    number = ir.F32Type.get()
     count = len(registers)
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([number] * count),
-        registers,
-        "",
-        constraints,
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(number, found, [i]) for i in range(count)]
+    return assemble("", registers, constraints, results=count)
 
 
 def _decayed(accs, decay):
