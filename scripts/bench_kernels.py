@@ -1,4 +1,4 @@
-"""Times the kernels at the shapes that count, against ceilings and other kernels.
+r"""Times the kernels at the shapes that count, against ceilings and other kernels.
 
 All cases are compiled first, in as many processes as there are cores, and then measured
 one after the other. A result that is not right is not timed. Every step touches more
@@ -42,7 +42,7 @@ from scripts.kernel_benches.precompile import (
     compiled_programs,
     num_cores,
 )
-from scripts.kernel_benches.registry import all_cases, assignment, select
+from scripts.kernel_benches.registry import add_choice, all_cases, select
 from ukv.implementation import Implementation
 
 
@@ -50,22 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", action="append", default=[], help="only this op")
-    parser.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        type=assignment,
-        metavar="KEY=VALUE",
-        help="only cases whose shape has this value, such as batch=64",
-    )
-    parser.add_argument(
-        "--implementation",
-        action="append",
-        default=[],
-        choices=get_args(Implementation),
-        help="only this implementation; all that a case names if left out",
-    )
+    add_choice(parser)
     parser.add_argument(
         "--against",
         action="append",

@@ -1,4 +1,4 @@
-"""Times of flash-linear-attention's prefill kernels, on the card that runs ours.
+r"""Times of flash-linear-attention's prefill kernels, on the card that runs ours.
 
     python scripts/bench_peers.py --json docs/benchmarks/peers_fla_h200.json
     python scripts/bench_kernels.py --op gdn_prefill \

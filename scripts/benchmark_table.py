@@ -1,4 +1,4 @@
-"""Prints a benchmark record as a table for a page of the documentation.
+r"""Prints a benchmark record as a table for a page of the documentation.
 
 A line of ``--against`` counts for every shape that has the values it names.
 

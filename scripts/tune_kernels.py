@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -35,7 +35,7 @@ from scripts.kernel_benches.precompile import (
     compiled_programs,
     num_cores,
 )
-from scripts.kernel_benches.registry import all_cases, assignment, select
+from scripts.kernel_benches.registry import add_choice, all_cases, select
 from ukv.implementation import Implementation
 
 LEAST_GAIN = 0.02
@@ -180,22 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", action="append", default=[], help="only this op")
-    parser.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        type=assignment,
-        metavar="KEY=VALUE",
-        help="only cases whose shape has this value, such as batch=64",
-    )
-    parser.add_argument(
-        "--implementation",
-        action="append",
-        default=[],
-        choices=get_args(Implementation),
-        help="only this implementation",
-    )
+    add_choice(parser)
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     parser.add_argument("--out", type=pathlib.Path, help="table to write instead")

@@ -3,8 +3,10 @@
 import argparse
 import importlib
 from collections.abc import Mapping
+from typing import get_args
 
 from scripts.kernel_benches.case import BenchCase
+from ukv.implementation import Implementation
 
 MODULES = ("gqa", "memory", "mla", "mla_extend", "recurrent", "mamba2")
 """Modules of this package with a function ``cases() -> list[BenchCase]``."""
@@ -47,6 +49,26 @@ def select(
     if not chosen:
         raise ValueError("no case is left; --list shows all of them")
     return chosen
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose cases, and who runs them."""
+    parser.add_argument("--op", action="append", default=[], help="only this op")
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        type=assignment,
+        metavar="KEY=VALUE",
+        help="only cases whose shape has this value, such as batch=64",
+    )
+    parser.add_argument(
+        "--implementation",
+        action="append",
+        default=[],
+        choices=get_args(Implementation),
+        help="only this implementation; all that a case names if left out",
+    )
 
 
 def assignment(text: str) -> tuple[str, str]:
