@@ -17,6 +17,12 @@ from tests.gpu_compile import (
 from tests.oracles import recurrent as oracle
 from tests.oracles.short_conv import short_conv
 from tests.state_pools import StatePool, round_to
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    faulty_kernel,
+    interpret_launches,
+)
 from ukv.errors import IdSpaceError, UnsupportedError
 from ukv.ids import KernelBlocks
 from ukv.layout import unified_layout
@@ -38,9 +44,34 @@ STEPS = {
     "gdn": jax.jit(gdn_decode_step, static_argnames=("views", "implementation")),
 }
 by_implementation = pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+    "implementation",
+    ["xla", pytest.param("triton", marks=(pytest.mark.gpu, pytest.mark.triton))],
 )
 by_kind = pytest.mark.parametrize("kind", STEPS)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Triton's interpreter in the place of a card, where no program has company."""
+    interpret_launches(monkeypatch, "delta_decode")
+    if IS_INTERPRETING:
+        module = pytest.importorskip("pallas_kernels.delta_decode")
+        tuned = module.default_config
+
+        def without_clusters(rows, values_per_key, *facts):
+            config = tuned(rows, values_per_key, *facts)
+            return dataclasses.replace(config, block_v=values_per_key)
+
+        monkeypatch.setattr(module, "default_config", without_clusters)
+
+
+@pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
+@requires_h200_compiler
+def test_the_kernel_passes_in_the_interpreter():
+    # The others take long or run what these run.
+    left_out = "larger drift together bits tuning"
+    chosen = " and ".join(f"not {name}" for name in left_out.split())
+    assert_passes_in_the_interpreter(__file__, "-k", f"{chosen} or float32-32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,6 +301,7 @@ def test_larger_batches_match_the_oracles(case, implementation, query_len):
 
 
 @pytest.mark.gpu
+@pytest.mark.triton
 @by_kind
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
@@ -391,6 +423,49 @@ def test_the_comparison_rejects_faults(kind, implementation):
     for out in faults.values():
         with pytest.raises(AssertionError):
             check(out, truth, layer, 2, dtype="float32")
+
+
+KERNEL_FAULTS = {
+    "no wait for a tile": (
+        "async_copy.wait_group(min(TILES, STAGES + max(0, n - 1)) - n - 1)",
+        "pass",
+    ),
+    "a wait for one tile less": ("max(0, n - 1)) - n - 1)", "max(0, n - 1)) - n)"),
+    "a copy to a tile that is still to be read": (
+        "tiles[(n - 1) % STAGES],",
+        "tiles[n % STAGES],",
+    ),
+    "the taps of another token": (
+        "wv0, wv1, wv2, wv3 = taps(",
+        "wv1, wv0, wv2, wv3 = taps(",
+    ),
+    "a window that does not shift": (
+        "v0, v1, v2 = v1, v2, xv",
+        "v0, v1, v2 = v0, v2, xv",
+    ),
+    "a row of the state that is not written": (
+        "state_at, S, mask=is_present)",
+        "state_at, S, mask=is_present & (tile_value > 0)[:, None])",
+    ),
+    "the past of a fresh row": (
+        "has_past = is_present & (is_fresh == 0)",
+        "has_past = is_present",
+    ),
+}
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not IS_INTERPRETING, reason="a card waits whether asked or not")
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_faults_of_the_kernel_show_in_the_interpreter(fault, monkeypatch, tmp_path):
+    layer, is_fresh = CASES["kda-128"], [False, False, True, False]
+    jax.clear_caches()
+    module = pytest.importorskip("pallas_kernels.delta_decode")
+    kernel = faulty_kernel(tmp_path, module.delta_decode_kernel, *KERNEL_FAULTS[fault])
+    monkeypatch.setattr(module, "delta_decode_kernel", kernel)
+    with pytest.raises(AssertionError):
+        check_step(layer, [6, None, 2, 7], is_fresh, 1, "triton")
+    jax.clear_caches()
 
 
 @pytest.mark.gpu

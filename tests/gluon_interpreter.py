@@ -1,0 +1,337 @@
+"""What Gluon adds to Triton's language, on NumPy: shared memory and what is in flight.
+
+Layouts are dropped: whether they fit is the compiler's to say. What a kernel must not
+see shows as NaN, all bits set:
+
+* shared memory before something is stored;
+* the destination of a copy until a wait covers its group;
+* a product until its wait. It reads shared memory only then, so an operand that was
+  overwritten too early shows as well.
+
+Threads are not modelled, so a missing barrier does not show. Of the tensor core there
+is what its inputs keep (float32 is cut to the bits of tf32), and sums in float32.
+"""
+
+import collections
+import operator
+import types
+
+import numpy as np
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import ampere, hopper
+from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import TensorHandle
+
+from tests.numpy_builder import BUILDER, as_float32, poison, stored_dtype, tensor_of
+
+_TF32_BITS = np.uint32(0xFFFFE000)
+
+
+def unwrap(x):
+    """The value of a constant, or the list of those of a sequence."""
+    if isinstance(x, tl.constexpr):
+        return unwrap(x.value)
+    if isinstance(x, (tuple, list, tl.tuple)):
+        return [unwrap(y) for y in x]
+    return x
+
+
+def _shape(x) -> list[int]:
+    return unwrap(list(x.shape))
+
+
+class Semantic(TritonSemantic):
+    """Triton's rules, with tensors of different ranks refused, as Gluon does."""
+
+    def broadcast_impl_value(self, lhs, rhs):
+        ranks = [len(x.shape) for x in (lhs, rhs) if x.type.is_block()]
+        if len({*ranks}) > 1:
+            raise ValueError(f"cannot broadcast {_shape(lhs)} with {_shape(rhs)}")
+        return super().broadcast_impl_value(lhs, rhs)
+
+
+class Shared:
+    """A view of shared memory, `gl.shared_memory_descriptor`."""
+
+    def __init__(self, data: np.ndarray, dtype: tl.dtype, layout, unfenced: list):
+        self.data = data
+        self.dtype = dtype
+        self.layout = layout
+        self._unfenced = unfenced
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def rank(self) -> int:
+        return self.data.ndim
+
+    @property
+    def numel(self) -> int:
+        return self.data.size
+
+    @property
+    def type(self):
+        return types.SimpleNamespace(
+            element_ty=self.dtype, shape=self.shape, layout=self.layout
+        )
+
+    def load(self, layout):
+        del layout
+        return tensor_of(self.data.copy(), self.dtype)
+
+    def store(self, value):
+        if not isinstance(value, tl.tensor):
+            raise TypeError(f"shared memory takes tensors, not {value!r}")
+        if _shape(value) != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f"a store of {value.dtype} {_shape(value)} to shared memory of "
+                f"{self.dtype} {self.shape}"
+            )
+        self.data[...] = value.handle.data
+        self._unfenced.append(self.data)
+
+    def index(self, index):
+        index = operator.index(unwrap(index))
+        if not 0 <= index < self.shape[0]:
+            raise IndexError(f"index {index} of shared memory of {self.shape}")
+        return self._view(self.data[index])
+
+    def slice(self, start, length, dim=0):
+        start, length, dim = unwrap([start, length, dim])
+        if not all(isinstance(x, int) for x in (start, length, dim)):
+            raise TypeError(f"slice of {start}, {length}, {dim}: not constants")
+        if start < 0 or start + length > self.shape[dim]:
+            raise IndexError(f"slice {start}+{length} of {self.shape}, {dim=}")
+        where = [slice(None)] * self.rank
+        where[dim] = slice(start, start + length)
+        return self._view(self.data[tuple(where)])
+
+    def permute(self, order):
+        return self._view(self.data.transpose(unwrap(order)))
+
+    def reshape(self, shape):
+        return self._view(np.reshape(self.data, unwrap(shape), copy=False))
+
+    def _reinterpret(self, dtype, shape, layout):
+        dtype, shape = unwrap(dtype), unwrap(shape)
+        raw = np.reshape(self.data, -1, copy=False).view(np.uint8)
+        num_bytes = int(np.prod(shape)) * stored_dtype(dtype).itemsize
+        if num_bytes > raw.size:
+            raise ValueError(f"{dtype} {shape} in {raw.size} bytes of shared memory")
+        data = raw[:num_bytes].view(stored_dtype(dtype)).reshape(shape)
+        return Shared(data, dtype, layout, self._unfenced)
+
+    def _keep_alive(self):
+        pass
+
+    def _view(self, data):
+        return Shared(data, self.dtype, self.layout, self._unfenced)
+
+
+class Accumulator:
+    """What an asynchronous product returns: to be waited for, not to be read."""
+
+    def __init__(self, source, dtype: tl.dtype, shape: list[int]):
+        self.source = source
+        self.dtype = dtype
+        self.shape = shape
+
+
+class _Product:
+    """A product in flight, of operands and of the sum before it."""
+
+    def __init__(self, a, b, acc, precision: str):
+        self._operands = a, b, acc, precision
+        self.value = None
+
+    def finish(self):
+        a, b, acc, precision = self._operands
+        acc = acc.value if isinstance(acc, _Product) else acc
+        self.value = _multiply(a, b, acc, precision)
+
+
+def _multiply(a, b, acc, precision: str) -> np.ndarray:
+    product = np.matmul(_factor(a, precision), _factor(b, precision))
+    return product if acc is None else acc + product
+
+
+def _factor(x, precision: str) -> np.ndarray:
+    stored = x.data if isinstance(x, Shared) else x.handle.data
+    values = as_float32(stored, x.dtype)
+    if x.dtype != tl.float32:
+        return values
+    if precision != "tf32":
+        raise NotImplementedError(f"the interpreter has no products in {precision}")
+    # The tensor core ignores the other bits.
+    return (values.view(np.uint32) & _TF32_BITS).view(np.float32)
+
+
+def _check_product(a, b, acc):
+    if a.dtype != b.dtype or not a.dtype.is_floating():
+        raise TypeError(f"a product of {a.dtype} and {b.dtype}")
+    if acc.dtype != tl.float32:
+        raise NotImplementedError(f"the interpreter has no sums in {acc.dtype}")
+    (*batch, m, k), (*other, depth, n) = _shape(a), _shape(b)
+    if k != depth or batch != other or _shape(acc) != [*batch, m, n]:
+        raise ValueError(f"a product {_shape(a)} x {_shape(b)} -> {_shape(acc)}")
+
+
+class GluonProgram:
+    """The shared memory of a running program, its copies and its products."""
+
+    def __init__(self, num_warps: int):
+        self.semantic = Semantic(BUILDER)
+        self._num_warps = num_warps
+        self.start()
+
+    def start(self):
+        """Begins a program, with nothing in flight."""
+        self._copies = []
+        self._groups = collections.deque()
+        self._products = collections.deque()
+        self._unfenced = []
+
+    def functions(self) -> dict:
+        """The functions of Gluon alone, and what runs in their place."""
+        async_copy = ampere.async_copy
+        return {
+            gl.allocate_shared_memory: self.allocate,
+            gl.arange: self.arange,
+            gl.convert_layout: self.convert_layout,
+            gl.dot_fma: self.dot_fma,
+            gl.full: self.full,
+            gl.num_ctas: lambda: tl.constexpr(1),
+            gl.num_warps: lambda: tl.constexpr(self._num_warps),
+            gl.set_auto_layout: self.convert_layout,
+            gl.thread_barrier: lambda: None,
+            async_copy.async_copy_global_to_shared: self.copy,
+            async_copy.commit_group: self.commit_group,
+            async_copy.wait_group: self.wait_group,
+            ampere.mma_v2: self.mma_v2,
+            hopper.fence_async_shared: self.fence,
+            hopper.warpgroup_mma: self.warpgroup_mma,
+            hopper.warpgroup_mma_init: self.warpgroup_mma_init,
+            hopper.warpgroup_mma_wait: self.warpgroup_mma_wait,
+        }
+
+    def arange(self, start, end, layout=None):
+        del layout
+        return tensor_of(np.arange(*unwrap([start, end]), dtype=np.int32), tl.int32)
+
+    def full(self, shape, value, dtype, layout=None):
+        del layout
+        return self.semantic.full(unwrap(shape), unwrap(value), unwrap(dtype))
+
+    def convert_layout(self, value, layout, assert_trivial=False):
+        del layout, assert_trivial
+        if not isinstance(value, tl.tensor):
+            raise TypeError(f"{value!r} has no layout to convert")
+        return value
+
+    def allocate(self, element_ty, shape, layout, value=None):
+        dtype = unwrap(element_ty)
+        data = np.empty(unwrap(shape), stored_dtype(dtype))
+        poison(data)
+        shared = Shared(data, dtype, layout, self._unfenced)
+        if value is not None:
+            shared.store(value)
+        return shared
+
+    def copy(self, smem, pointer, mask=None, **hints):
+        del hints
+        mask = self.semantic.to_tensor(True if unwrap(mask) is None else mask)
+        pointer, mask = self.semantic.broadcast_impl_value(pointer, mask)
+        source = pointer.dtype.element_ty, _shape(pointer)
+        if source != (smem.dtype, smem.shape):
+            raise ValueError(f"a copy of {source} to {smem.dtype} {smem.shape}")
+        # Where the mask is off, zeros are written.
+        mask = TensorHandle(mask.handle.data.astype(bool), tl.int1)
+        loaded = BUILDER.create_masked_load(
+            pointer.handle, mask, None, None, None, False
+        )
+        poison(smem.data)
+        self._copies.append((smem.data, loaded.data))
+
+    def commit_group(self):
+        self._groups.append(self._copies)
+        self._copies = []
+
+    def wait_group(self, num_outstanding=0):
+        while len(self._groups) > unwrap(num_outstanding):
+            for target, data in self._groups.popleft():
+                target[...] = data
+
+    def dot_fma(self, a, b, acc):
+        _check_product(a, b, acc)
+        found = np.matmul(a.handle.data, b.handle.data) + acc.handle.data
+        return tensor_of(found, acc.dtype)
+
+    def mma_v2(self, a, b, acc, input_precision=None):
+        if not all(isinstance(x, tl.tensor) for x in (a, b, acc)):
+            raise TypeError(f"mma_v2 of {a!r}, {b!r} and {acc!r}: not tensors")
+        _check_product(a, b, acc)
+        precision = unwrap(input_precision) or "tf32"
+        return tensor_of(_multiply(a, b, acc.handle.data, precision), acc.dtype)
+
+    def fence(self, cluster=False):
+        del cluster
+        self._unfenced.clear()
+
+    def warpgroup_mma_init(self, value):
+        return Accumulator(value.handle.data, value.dtype, _shape(value))
+
+    def warpgroup_mma(
+        self,
+        a,
+        b,
+        acc,
+        *,
+        use_acc=True,
+        precision=None,
+        max_num_imprecise_acc=None,
+        is_async=False,
+    ):
+        if unwrap(max_num_imprecise_acc) is not None:
+            raise NotImplementedError("the interpreter has no max_num_imprecise_acc")
+        if not isinstance(b, Shared) or not isinstance(a, (Shared, tl.tensor)):
+            raise TypeError(f"warpgroup_mma of {a!r} and {b!r}")
+        _check_product(a, b, acc)
+        for x in (a, b):
+            if isinstance(x, Shared) and any(
+                np.may_share_memory(x.data, stored) for stored in self._unfenced
+            ):
+                raise RuntimeError("no fence_async_shared since a store to an operand")
+        if isinstance(acc, Accumulator):
+            before = acc.source
+        else:
+            before = acc.handle.attr.get("product", acc.handle.data)
+        if not unwrap(use_acc):
+            before = None
+        product = _Product(a, b, before, unwrap(precision) or "tf32")
+        self._products.append(product)
+        result = Accumulator(product, acc.dtype, _shape(acc))
+        return result if unwrap(is_async) else self.warpgroup_mma_wait(0, [result])
+
+    def warpgroup_mma_wait(self, num_outstanding=0, deps=None):
+        if deps is None:
+            raise ValueError("warpgroup_mma_wait deps must be given")
+        while len(self._products) > unwrap(num_outstanding):
+            self._products.popleft().finish()
+        found = [_read(x) if isinstance(x, Accumulator) else x for x in deps]
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _read(acc: Accumulator) -> tl.tensor:
+    """A sum that was waited for; while in flight it can be added to, not read."""
+    if not isinstance(acc.source, _Product):
+        return tensor_of(acc.source, acc.dtype)
+    if acc.source.value is not None:
+        return tensor_of(acc.source.value, acc.dtype)
+    data = np.empty(acc.shape, np.float32)
+    poison(data)
+    found = tensor_of(data, acc.dtype)
+    found.handle.set_attr("product", acc.source)
+    return found
