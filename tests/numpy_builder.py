@@ -4,11 +4,13 @@
 """
 
 import functools as ft
+import math
 import types
 
 import ml_dtypes
 import numpy as np
 import triton.language as tl
+from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -34,10 +36,18 @@ def tensor_of(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, shape))
 
 
-@ft.cache
+_get_np_dtype = interpreter._get_np_dtype
+
+
 def stored_dtype(dtype: tl.dtype) -> np.dtype:
     """What elements are stored as: those of 8 and 16 bits mostly as integers."""
-    return interpreter._get_np_dtype(dtype)
+    name = dtype.scalar.name
+    if name not in _stored_dtypes:
+        _stored_dtypes[name] = _get_np_dtype(dtype)
+    return _stored_dtypes[name]
+
+
+_stored_dtypes: dict[str, np.dtype] = {}
 
 
 def as_float32(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
@@ -118,6 +128,39 @@ class _Builder(interpreter.InterpreterBuilder):
         return types.SimpleNamespace(get_result=results.__getitem__)
 
 
-interpreter._convert_float = _convert_float
+_init_block_type = tl.block_type.__init__
+_block_types: dict[tuple, dict[str, object]] = {}
+
+
+def _init_block_type_once(self, element_ty, shape):
+    """Make a type from the first one of its kind: every operation makes some."""
+    sizes = (size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    key = (element_ty.name, *sizes)
+    if key not in _block_types:
+        _init_block_type(self, element_ty, shape)
+        _block_types[key] = vars(self).copy()
+    vars(self).update(_block_types[key])
+
+
+@ft.cache
+def _shape_of(*sizes):
+    """The shape and the number of elements of a tensor, as its functions see them."""
+    shape = tl.tuple([tl.constexpr(size) for size in sizes])
+    return shape, tl.constexpr(math.prod(sizes))
+
+
+def _init_tensor(self, handle, dtype):
+    self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
+    self.shape, self.numel = _shape_of(*(dtype.shape if dtype.is_block() else ()))
+
+
 BUILDER = interpreter.interpreter_builder
-BUILDER.__class__ = _Builder
+
+if knobs.runtime.interpret:
+    BUILDER.__class__ = _Builder
+    # Without `debug`, which it has not, it throws the checks for overflow away.
+    BUILDER.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter._convert_float = _convert_float
+    interpreter._get_np_dtype = stored_dtype
+    tl.block_type.__init__ = _init_block_type_once
+    tl.tensor.__init__ = _init_tensor
