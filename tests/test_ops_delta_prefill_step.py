@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.delta_step_layers import Layer, draw
 from tests.gpu_compile import (
     compile_for_h200,
     pool_sized_copies,
@@ -12,7 +13,6 @@ from tests.gpu_compile import (
 )
 from tests.state_pools import round_to
 from tests.test_ops_delta_prefill import check
-from tests.test_ops_delta_step import Layer, draw
 from tests.triton_interpreter import (
     IS_INTERPRETING,
     assert_passes_in_the_interpreter,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from tests import delta_step_layers as delta_step
 from tests import test_ops_delta_prefill as prefill
-from tests import test_ops_delta_step as delta_step
 from tests import test_ops_mamba2 as mamba2
 from tests import test_ops_short_conv as short_conv
 from tests.comparison import assert_matches
