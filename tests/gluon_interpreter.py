@@ -201,7 +201,6 @@ class GluonProgram:
             gl.allocate_shared_memory: self.allocate,
             gl.arange: self.arange,
             gl.convert_layout: self.convert_layout,
-            gl.dot_fma: self.dot_fma,
             gl.full: self.full,
             gl.num_ctas: lambda: tl.constexpr(1),
             gl.num_warps: lambda: tl.constexpr(self._num_warps),
@@ -263,11 +262,6 @@ class GluonProgram:
         while len(self._groups) > unwrap(num_outstanding):
             for target, data in self._groups.popleft():
                 target[...] = data
-
-    def dot_fma(self, a, b, acc):
-        _check_product(a, b, acc)
-        found = np.matmul(a.handle.data, b.handle.data) + acc.handle.data
-        return tensor_of(found, acc.dtype)
 
     def mma_v2(self, a, b, acc, input_precision=None):
         if not all(isinstance(x, tl.tensor) for x in (a, b, acc)):

@@ -21,9 +21,14 @@ from tests.triton_interpreter import (
 
 N = gl.constexpr(64)
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+FLAT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+PLAIN_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 WGMMA_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+BATCH = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+MMA_BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 WGMMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 interpreted = pytest.mark.skipif(not IS_INTERPRETING, reason="needs its process")
@@ -45,6 +50,12 @@ def tile(pointer, index):
     row = gl.arange(0, N, gl.SliceLayout(1, TILE))
     column = gl.arange(0, N, gl.SliceLayout(0, TILE))
     return pointer + (index * N * N + row[:, None] * N + column[None, :])
+
+
+@gluon.jit
+@typing.no_type_check
+def add(a, b):
+    return a + b
 
 
 @gluon.jit
@@ -79,7 +90,14 @@ def language_kernel(x_ptr, out_ptr):
     gl.store(tile(out_ptr, 2), where[:, None].to(gl.float32) + gl.zeros_like(x))
     gl.store(tile(out_ptr, 3), gl.convert_layout(swapped, TILE))
     gl.store(tile(out_ptr, 4), total + gl.sum(x, 0)[None, :])
+    none = gl.zeros_like(x)
+    back = gl.associative_scan(x, 1, add, reverse=True)
+    half = gl.load(tile(x_ptr, 0), mask=(column < N // 2) & (none == 0.0))
     gl.store(tile(out_ptr, 5), rounded.to(gl.float32))
+    gl.store(tile(out_ptr, 6), back)
+    gl.store(tile(out_ptr, 7), none + gl.max(x) + gl.min(x, 1, keep_dims=True))
+    gl.store(tile(out_ptr, 8), half)
+    gl.store(tile(out_ptr, 9), gl.maximum(half, -9.0))
 
 
 @gluon.jit
@@ -110,6 +128,23 @@ def assembly_kernel(x_ptr, out_ptr):
         is_pure=True,
         pack=1,
     )
+    swapped = gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, l}; "
+        "xor.b32 $0, $0, 0x1; }",
+        "=r,r",
+        [x.to(gl.int32, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    tiny = gl.inline_asm_elementwise(
+        "fma.rn.ftz.f32 $0, $1, 0f00800000, 0f80000000;",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
     power = gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;",
         "=f,f",
@@ -122,6 +157,8 @@ def assembly_kernel(x_ptr, out_ptr):
     gl.store(tile(out_ptr, 1), low.to(gl.float32, bitcast=True))
     gl.store(tile(out_ptr, 2), high.to(gl.float32, bitcast=True))
     gl.store(tile(out_ptr, 3), power)
+    gl.store(tile(out_ptr, 4), swapped.to(gl.float32, bitcast=True))
+    gl.store(tile(out_ptr, 5), tiny)
 
 
 @gluon.jit
@@ -135,6 +172,13 @@ def memory_kernel(x_ptr, out_ptr):
     gl.store(tile(out_ptr, 0), memory.index(0).load(TILE))
     gl.store(tile(out_ptr, 1), memory.index(1).load(TILE))
     gl.store(tile(out_ptr, 2), memory.index(1).permute((1, 0)).load(TILE))
+    plain = gl.allocate_shared_memory(gl.float32, [N, N], PLAIN, x)
+    plain.reshape([N // 2, 2 * N]).slice(0, N // 4).store(
+        gl.zeros([N // 4, 2 * N], gl.float32, TILE)
+    )
+    bits = plain._reinterpret(gl.int32, [N * N], PLAIN_FLAT).load(FLAT)
+    flat = gl.arange(0, N * N, FLAT)
+    gl.store(out_ptr + 3 * N * N + flat, bits.to(gl.float32, bitcast=True))
 
 
 @gluon.jit
@@ -162,6 +206,39 @@ def mma_kernel(x_ptr, y_ptr, out_ptr):
     y = gl.convert_layout(gl.load(tile(y_ptr, 0)), RIGHT)
     product = ampere.mma_v2(x, y, gl.full([N, N], 1.0, gl.float32, MMA))
     gl.store(tile(out_ptr, 0), gl.convert_layout(product, TILE))
+
+
+@gluon.jit
+@typing.no_type_check
+def batch_kernel(x_ptr, y_ptr, out_ptr):
+    """Four products of 16 by 16."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA_BATCH, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA_BATCH, 2)
+    batch = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BATCH)))
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))
+    column = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))
+    at = batch[:, None, None] * 256 + row[None, :, None] * 16 + column[None, None, :]
+    x = gl.convert_layout(gl.load(x_ptr + at), LEFT)
+    y = gl.convert_layout(gl.load(y_ptr + at), RIGHT)
+    product = ampere.mma_v2(x, y, gl.zeros([4, 16, 16], gl.float32, MMA_BATCH))
+    gl.store(out_ptr + at, gl.convert_layout(product, BATCH))
+
+
+@gluon.jit
+@typing.no_type_check
+def register_wgmma_kernel(x_ptr, y_ptr, out_ptr):
+    """Products whose left side is in registers, and the second of which sums anew."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, WGMMA, 2)
+    x = gl.convert_layout(gl.load(tile(x_ptr, 0)), LEFT)
+    y = gl.allocate_shared_memory(gl.bfloat16, [N, N], WGMMA_SHARED)
+    y.store(gl.load(tile(y_ptr, 0)))
+    hopper.fence_async_shared()
+    acc = hopper.warpgroup_mma_init(gl.full([N, N], 1.0, gl.float32, WGMMA))
+    acc = hopper.warpgroup_mma(x, y.permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    gl.store(tile(out_ptr, 0), gl.convert_layout(acc, TILE))
+    acc = hopper.warpgroup_mma(x, y, acc, use_acc=False)
+    gl.store(tile(out_ptr, 1), gl.convert_layout(acc, TILE))
 
 
 @gluon.jit
@@ -213,7 +290,7 @@ def round_bfloat16(x):
 @in_the_interpreter
 def test_the_language_matches_numpy():
     (x,) = draw()
-    out = run(language_kernel, x, num_tiles=6)
+    out = run(language_kernel, x, num_tiles=10)
     x = np.asarray(x)
     row = np.zeros(N.value)
     for i in range(N.value):
@@ -227,12 +304,28 @@ def test_the_language_matches_numpy():
     b = round_bfloat16(x)
     expected = round_bfloat16(round_bfloat16(b * b) + b)
     np.testing.assert_array_equal(out[5], expected)
+    back = np.cumsum(x[:, ::-1], 1)[:, ::-1]
+    np.testing.assert_allclose(out[6], back, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(
+        out[7], np.broadcast_to(x.max() + x.min(1)[:, None], x.shape)
+    )
+
+
+@in_the_interpreter
+def test_what_a_masked_load_leaves_out_is_nan():
+    (x,) = draw()
+    out = run(language_kernel, x, num_tiles=10)[8:]
+    middle = N.value // 2
+    np.testing.assert_array_equal(out[0, :, :middle], x[:, :middle])
+    assert np.all(np.isnan(out[0, :, middle:]))
+    # Of a NaN and a number the larger is the number.
+    assert np.all(out[1, :, middle:] == -9)
 
 
 @in_the_interpreter
 def test_inline_assembly_matches_numpy():
     (x,) = draw()
-    out = run(assembly_kernel, x, num_tiles=4)
+    out = run(assembly_kernel, x, num_tiles=6)
     x = np.asarray(x)
     b = round_bfloat16(x)
     np.testing.assert_array_equal(out[0], round_bfloat16(round_bfloat16(b * b) * b + b))
@@ -240,17 +333,27 @@ def test_inline_assembly_matches_numpy():
     np.testing.assert_array_equal(out[1].view(np.uint32), low)
     np.testing.assert_array_equal(out[2].view(np.uint32), high)
     np.testing.assert_allclose(out[3], np.exp2(x), rtol=1e-6)
+    halves = x.view(np.uint16).reshape(*x.shape, 2)[..., ::-1]
+    halves = np.ascontiguousarray(halves).view(np.uint32)[..., 0]
+    np.testing.assert_array_equal(out[4].view(np.uint32), halves ^ 1)
+    # Too small for a normal number is 0.
+    smallest = np.finfo(np.float32).tiny
+    expected = np.where(np.abs(x) < 1, 0, x * smallest)
+    np.testing.assert_array_equal(out[5], expected)
+    assert np.any(out[5])
 
 
 @in_the_interpreter
 def test_views_share_memory_and_what_nobody_stored_is_nan():
     (x,) = draw()
-    out = run(memory_kernel, x, num_tiles=3)
+    out = run(memory_kernel, x, num_tiles=4)
     expected = np.array(x)
     expected[:, N.value // 2 :] *= 2
     assert np.all(np.isnan(out[0]))
     np.testing.assert_array_equal(out[1], expected)
     np.testing.assert_array_equal(out[2], expected.T)
+    assert not np.any(out[3, : N.value // 2])
+    np.testing.assert_array_equal(out[3, N.value // 2 :], x[N.value // 2 :])
 
 
 @in_the_interpreter
@@ -276,6 +379,24 @@ def test_products_of_float32_have_the_bits_of_tf32():
     ]
     np.testing.assert_allclose(out, cut[0] @ cut[1] + 1, rtol=1e-5, atol=1e-5)
     assert np.abs(out - np.asarray(x) @ np.asarray(y) - 1).max() > 1e-4
+
+
+@in_the_interpreter
+def test_products_of_a_batch():
+    x, y = draw("bfloat16", count=2)
+    out = run(batch_kernel, x, y, num_tiles=1).reshape(-1)[: 4 * 256]
+    x, y = (np.asarray(z, np.float32).reshape(-1)[: 4 * 256] for z in (x, y))
+    product = x.reshape(4, 16, 16) @ y.reshape(4, 16, 16)
+    np.testing.assert_allclose(out.reshape(4, 16, 16), product, rtol=1e-5, atol=1e-5)
+
+
+@in_the_interpreter
+def test_products_with_one_side_in_registers():
+    x, y = draw("bfloat16", count=2)
+    out = run(register_wgmma_kernel, x, y, num_tiles=2)
+    x, y = (np.asarray(z, np.float32) for z in (x, y))
+    np.testing.assert_allclose(out[0], x @ y.T + 1, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out[1], x @ y, rtol=1e-5, atol=1e-5)
 
 
 WGMMA_CONSTANTS = {"OUTSTANDING": 0, "IS_FENCED": True, "IS_OVERWRITTEN": False}
@@ -361,7 +482,7 @@ def test_what_is_not_known_is_refused_by_name(kernel, message):
 @in_the_interpreter
 def test_a_cluster_is_refused():
     with pytest.raises(NotImplementedError, match="a cluster of 2"):
-        run(language_kernel, *draw(), num_tiles=6, cluster_size=2)
+        run(language_kernel, *draw(), num_tiles=10, cluster_size=2)
 
 
 @requires_h200_compiler
@@ -373,6 +494,8 @@ def test_a_cluster_is_refused():
         (memory_kernel, "float32", {}),
         (copy_kernel, "float32", {"OUTSTANDING": 0}),
         (mma_kernel, "float32", {}),
+        (batch_kernel, "bfloat16", {}),
+        (register_wgmma_kernel, "bfloat16", {}),
         (wgmma_kernel, "bfloat16", WGMMA_CONSTANTS),
     ],
 )

@@ -18,6 +18,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 
 import jax
@@ -148,16 +149,20 @@ def _run_grid(kernel, pointers, grid, num_warps, constants):
         raise TypeError(f"{names} are not {len(pointers)} arrays and {[*constants]}")
     language = _Language(kernel, num_warps)
     function = language.function(kernel.fn)
-    BUILDER.set_grid_dim(*grid)
-    scope = language.patch_tensors()
-    try:
-        with np.errstate(all="ignore"):
+    # JAX may call from several threads, and tensors and builder are of all of them.
+    with _RUNNING, np.errstate(all="ignore"):
+        BUILDER.set_grid_dim(*grid)
+        scope = language.patch_tensors()
+        try:
             for place in np.ndindex(grid):
                 BUILDER.set_grid_idx(*place)
                 language.start_program()
                 function(**arguments)
-    finally:
-        scope.restore()
+        finally:
+            scope.restore()
+
+
+_RUNNING = threading.Lock()
 
 
 class _Language:
