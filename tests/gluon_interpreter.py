@@ -8,6 +8,9 @@ see shows as NaN, all bits set:
 * a product until its wait. It reads shared memory only then, so an operand that was
   overwritten too early shows as well.
 
+A warpgroup's product reads shared memory by another way than stores and copies write
+it: without `fence_async_shared` between them it is an error. The compiler adds none.
+
 Threads are not modelled, so a missing barrier does not show. Of the tensor core there
 is what its inputs keep (float32 is cut to the bits of tf32), and sums in float32.
 """
@@ -262,6 +265,7 @@ class GluonProgram:
         while len(self._groups) > unwrap(num_outstanding):
             for target, data in self._groups.popleft():
                 target[...] = data
+                self._unfenced.append(target)
 
     def mma_v2(self, a, b, acc, input_precision=None):
         if not all(isinstance(x, tl.tensor) for x in (a, b, acc)):
@@ -295,9 +299,9 @@ class GluonProgram:
         _check_product(a, b, acc)
         for x in (a, b):
             if isinstance(x, Shared) and any(
-                np.may_share_memory(x.data, stored) for stored in self._unfenced
+                np.shares_memory(x.data, written) for written in self._unfenced
             ):
-                raise RuntimeError("no fence_async_shared since a store to an operand")
+                raise RuntimeError("no fence_async_shared since a write to an operand")
         if isinstance(acc, Accumulator):
             before = acc.source
         else:

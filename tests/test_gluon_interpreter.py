@@ -248,15 +248,19 @@ def wgmma_kernel(
     y_ptr,
     out_ptr,
     OUTSTANDING: gl.constexpr,
-    IS_FENCED: gl.constexpr,
+    FENCE: gl.constexpr,
     IS_OVERWRITTEN: gl.constexpr,
 ):
     """X y, then x y + x y with only `OUTSTANDING` products waited for."""
     x = gl.allocate_shared_memory(gl.bfloat16, [N, N], WGMMA_SHARED)
     y = gl.allocate_shared_memory(gl.bfloat16, [N, N], WGMMA_SHARED)
     x.store(gl.load(tile(x_ptr, 0)))
-    y.store(gl.load(tile(y_ptr, 0)))
-    if IS_FENCED:
+    async_copy.async_copy_global_to_shared(y, tile(y_ptr, 0))
+    async_copy.commit_group()
+    if FENCE == "before the wait":
+        hopper.fence_async_shared()
+    async_copy.wait_group(0)
+    if FENCE == "after the wait":
         hopper.fence_async_shared()
     none = gl.zeros([N, N], gl.float32, WGMMA)
     once = hopper.warpgroup_mma(x, y, none, is_async=True)
@@ -399,7 +403,11 @@ def test_products_with_one_side_in_registers():
     np.testing.assert_allclose(out[1], x @ y, rtol=1e-5, atol=1e-5)
 
 
-WGMMA_CONSTANTS = {"OUTSTANDING": 0, "IS_FENCED": True, "IS_OVERWRITTEN": False}
+WGMMA_CONSTANTS = {
+    "OUTSTANDING": 0,
+    "FENCE": "after the wait",
+    "IS_OVERWRITTEN": False,
+}
 
 
 def run_wgmma(**changes):
@@ -424,9 +432,10 @@ def test_an_operand_overwritten_before_the_wait_shows():
 
 
 @in_the_interpreter
-def test_a_store_without_a_fence_is_refused():
-    with pytest.raises(Exception, match="no fence_async_shared since a store"):
-        run_wgmma(IS_FENCED=False)
+@pytest.mark.parametrize("fence", ["none", "before the wait"])
+def test_a_store_or_a_copy_without_a_fence_is_refused(fence):
+    with pytest.raises(Exception, match="no fence_async_shared since a write"):
+        run_wgmma(FENCE=fence)
 
 
 @gluon.jit
