@@ -19,8 +19,29 @@ def test_there_is_a_quick_start():
     assert len(BLOCKS) == 1
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/pool.md"])
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+
+
+def anchors(path):
+    """What a link may name behind `#`, as GitHub makes it of a heading."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings}
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS), ids=lambda path: path.name)
 def test_local_links_lead_somewhere(document):
-    path = ROOT / document
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^):]+)\)", document.read_text()):
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS), ids=lambda path: path.name)
+def test_files_that_are_named_exist(document):
+    named = re.findall(
+        r"(?:scripts|docs|tests|ukv|models|pallas_kernels)/[\w/]+\.\w+",
+        document.read_text(),
+    )
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
