@@ -16,11 +16,10 @@ from tests.test_ops_delta_prefill import check
 from tests.triton_interpreter import (
     IS_INTERPRETING,
     assert_passes_in_the_interpreter,
-    interpreted_launch,
+    interpret_launches,
 )
 from ukv.errors import UnsupportedError
 from ukv.ids import KernelBlocks
-from ukv.implementation import Target
 from ukv.layout import unified_layout
 from ukv.ops import (
     DeltaViews,
@@ -48,11 +47,7 @@ by_implementation = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card."""
-    if IS_INTERPRETING:
-        h200 = Target(platform="gpu", capability=90)
-        monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
-        for module in ("short_conv", "delta_prefill"):
-            monkeypatch.setattr(f"pallas_kernels.{module}.launch", interpreted_launch)
+    interpret_launches(monkeypatch, "short_conv", "delta_prefill")
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")

@@ -14,11 +14,10 @@ from tests.state_pools import StatePool, round_to
 from tests.triton_interpreter import (
     IS_INTERPRETING,
     assert_passes_in_the_interpreter,
-    interpreted_launch,
+    interpret_launches,
 )
 from ukv.errors import IdSpaceError, UnsupportedError
 from ukv.ids import KernelBlocks, PhysicalPages
-from ukv.implementation import Target
 from ukv.ops import ShortConv, short_conv_decode, short_conv_prefill
 from ukv.ops.short_conv import short_conv_prefill_parts
 from ukv.spec import gdn_state_spec, kda_state_spec
@@ -43,10 +42,7 @@ by_implementation = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card."""
-    if IS_INTERPRETING:
-        h200 = Target(platform="gpu", capability=90)
-        monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
-        monkeypatch.setattr("pallas_kernels.short_conv.launch", interpreted_launch)
+    interpret_launches(monkeypatch, "short_conv")
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
