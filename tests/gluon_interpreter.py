@@ -5,8 +5,8 @@ see shows as NaN, all bits set:
 
 * shared memory before something is stored;
 * the destination of a copy until a wait covers its group;
-* a product until its wait. It reads shared memory only then, so an operand that was
-  overwritten too early shows as well.
+* a product until its wait, and a product whose operands in shared memory changed in
+  the meantime: they came too late, or were overwritten too early.
 
 A warpgroup's product reads shared memory by another way than stores and copies write
 it: without `fence_async_shared` between them it is an error. The compiler adds none.
@@ -148,12 +148,20 @@ class _Product:
 
     def __init__(self, a, b, acc, precision: str):
         self._operands = a, b, acc, precision
+        self._at_first = [x.copy() for x in self._shared()]
         self.value = None
 
     def finish(self):
         a, b, acc, precision = self._operands
         acc = acc.value if isinstance(acc, _Product) else acc
         self.value = _multiply(a, b, acc, precision)
+        if not all(map(np.array_equal, self._at_first, self._shared())):
+            self.value = np.full_like(self.value, np.nan)
+
+    def _shared(self) -> list[np.ndarray]:
+        """Bits of the operands in shared memory, which are read at any time."""
+        operands = [x for x in self._operands[:2] if isinstance(x, Shared)]
+        return [x.data.view(f"u{x.data.itemsize}") for x in operands]
 
 
 def _multiply(a, b, acc, precision: str) -> np.ndarray:
