@@ -9,15 +9,18 @@ Importing this module imports Triton.
 """
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
 from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
+from pallas_kernels.delta_scan_gluon_kernel import delta_scan_gluon_kernel
 from pallas_kernels.delta_scan_kernel import delta_scan_kernel
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
@@ -31,14 +34,17 @@ class DeltaPrefillConfig:
     Attributes:
         part: key channels that the kernels of a chunk hold in registers at a time.
         chunk_warps: warps of a program that multiplies and inverts a chunk.
+        scan: kernel that scans. The one in Gluon has bfloat16 values, keys of 64 or
+            128 channels, and 64 or 128 value rows to a program.
         block_v: value rows of a program that scans; None takes few for few rows.
-        stages: chunks that a scan loads ahead.
+        stages: chunks that the scan in Triton loads ahead.
         segment: chunks of a segment. A state rests in the pool between two of them,
             rounded if it is stored in bfloat16.
     """
 
     part: int = 32
     chunk_warps: int = 4
+    scan: typing.Literal["triton", "gluon"] = "triton"
     block_v: int | None = None
     stages: int = 3
     segment: int = 2048
@@ -51,6 +57,28 @@ class DeltaPrefillConfig:
                 raise ValueError(f"{name}={value} must be a power of two")
         if self.segment < 1:
             raise ValueError(f"{self.segment=} must be at least 1")
+
+
+def _scan_options(
+    config: DeltaPrefillConfig,
+    dtype: jax.typing.DTypeLike,
+    num_rows: int,
+    key_dim: int,
+    value_dim: int,
+) -> dict[str, int]:
+    """Returns how the kernel is launched that scans."""
+    is_gluon = config.scan == "gluon"
+    few, many = (64, 128) if is_gluon else (32, 64)
+    block_v = min(config.block_v or (few if num_rows < 4 else many), value_dim)
+    options = {"BLOCK_V": block_v}
+    if not is_gluon:
+        stages = config.stages
+        return options | {"num_warps": 4, "num_stages": stages, "STAGES": stages}
+    if key_dim not in (64, 128) or block_v not in (64, 128):
+        raise ValueError(f"{key_dim=} and {block_v=} must each be 64 or 128 in Gluon")
+    if dtype != "bfloat16":
+        raise ValueError(f"{dtype=} must be bfloat16 in Gluon")
+    return options | {"num_warps": block_v // 16}
 
 
 def delta_prefill(
@@ -97,7 +125,8 @@ def delta_prefill(
         The pool, and the outputs in the dtype of `v`; 0 for tokens of no row.
 
     Raises:
-        ValueError: a dimension is no power of two of at least 16.
+        ValueError: a dimension is no power of two of at least 16, or it or the dtype
+            is none that the kernel has that `config` asks for.
     """
     config = DeltaPrefillConfig() if config is None else config
     heads, value_dim, key_dim = state.shape
@@ -130,6 +159,10 @@ def delta_prefill(
     )
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
+    scan_kernel = delta_scan_kernel
+    if config.scan == "gluon":
+        scan_kernel = typing.cast(triton.JITFunction, delta_scan_gluon_kernel)
+    scan_options = _scan_options(config, v.dtype, num_rows, key_dim, value_dim)
 
     def scratch(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((segment_chunks, heads, *shape), dtype)
@@ -172,10 +205,8 @@ def delta_prefill(
             PART=min(config.part, key_dim),
             LOWER_BOUND=lower_bound,
         )
-        block_v = config.block_v or (32 if num_rows < 4 else 64)
-        block_v = min(block_v, value_dim)
         buffer, out = launch(
-            delta_scan_kernel,
+            scan_kernel,
             wq,
             u,
             decayed_k,
@@ -198,19 +229,16 @@ def delta_prefill(
                 jax.ShapeDtypeStruct(v.shape, v.dtype),
             ],
             aliases={15: 0, 16: 1},
-            grid=((num_rows + 1) * heads * value_dim // block_v,),
-            num_warps=4,
-            num_stages=config.stages,
+            grid=((num_rows + 1) * heads * value_dim // scan_options["BLOCK_V"],),
             H=heads,
             K=key_dim,
             V=value_dim,
-            BLOCK_V=block_v,
             SEGMENT=segment_chunks,
             CHECKPOINTS=num_checkpoints,
             STATE_IS_BF16=state.dtype == "bfloat16",
             ROW_WORDS=state.row_words,
             LAST_ROW=state.last_row,
-            STAGES=config.stages,
+            **scan_options,
         )
         return buffer, out
 

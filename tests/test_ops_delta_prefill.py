@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools as ft
+import importlib
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +41,29 @@ KINDS = {
     "gdn": Kind(H=4, I=2, K=64, V=64, decode=None, prefill=PREFILLS["gdn"]),
     "kda-128": Kind(H=2, I=2, K=128, V=128, decode=None, prefill=PREFILLS["kda"]),
 }
+GATES = ["mild", "strong", "mixed", "none", "repeated"]
 by_kind = pytest.mark.parametrize("kind", ["kda", "gdn"])
+on_a_gpu = (pytest.mark.gpu, pytest.mark.triton)
 by_implementation = pytest.mark.parametrize(
     "implementation",
-    ["xla", pytest.param("triton", marks=(pytest.mark.gpu, pytest.mark.triton))],
+    ["xla", *(pytest.param(name, marks=on_a_gpu) for name in ("triton", "gluon"))],
 )
 MAX_TOKENS, MAX_ROWS = 416, 6
+
+
+def configured(kind, **fields):
+    """The kind with prefills whose kernels have this configuration."""
+    op = kda_prefill if kind.is_kda else gdn_prefill
+
+    @ft.wraps(op)
+    def prefill(*operands, **options):
+        make = importlib.import_module("pallas_kernels.delta_prefill")
+        config = make.DeltaPrefillConfig(**fields)
+        with mock.patch.object(make, "DeltaPrefillConfig", return_value=config):
+            return op(*operands, **options)
+
+    static = ("view", "max_query_len", "implementation")
+    return dataclasses.replace(kind, prefill=jax.jit(prefill, static_argnames=static))
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +99,12 @@ def check(actual, truth, num_tokens, *, head_axis, sizes=None):
 
 
 def run(kind, pool, gate, buffers, rows, implementation, checkpoints=None):
-    """Prefill rows of (tokens, slot, is_fresh); everything else is NaN."""
+    """Prefill rows of (tokens, slot, is_fresh); everything else is NaN.
+
+    "gluon" is the Triton implementation with the scan in Gluon.
+    """
+    if implementation == "gluon":
+        kind, implementation = configured(kind, scan="gluon"), "triton"
     lens = [len(tokens["v"]) for tokens, _, _ in rows]
     bounds = np.cumsum([0, *lens, *[0] * (MAX_ROWS - len(rows))])
     packed = {}
@@ -125,8 +149,16 @@ def draw_tokens(kind, rng, length, gates="mild"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gates", ["mild", "strong", "mixed", "none", "repeated"])
-@by_implementation
+@pytest.mark.parametrize(
+    ("gates", "implementation"),
+    [
+        *((gates, "xla") for gates in GATES),
+        *(pytest.param(gates, "triton", marks=on_a_gpu) for gates in GATES),
+        # Where the decays are from makes no difference to a scan.
+        pytest.param("mild", "gluon", marks=on_a_gpu),
+        pytest.param("repeated", "gluon", marks=on_a_gpu),
+    ],
+)
 def test_packed_rows_match_the_oracle(kind, gates, implementation):
     kind, rng = KINDS[kind], np.random.default_rng(0)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
@@ -242,6 +274,44 @@ def test_splits_on_the_grid_change_no_bit(kind, implementation):
     np.testing.assert_array_equal(pool.get(buffers, 4), pool.get(once, 4))
 
 
+@pytest.mark.gpu
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("scan", "block_v"), [("triton", 64), ("gluon", 64), ("gluon", 128)]
+)
+def test_segments_change_no_bit(scan, block_v):
+    # Rows of more chunks than are loaded ahead, which begin and end inside of segments.
+    kind, rng = KINDS["kda-128"], np.random.default_rng(6)
+    pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
+    gate, tokens = kind.gate(rng), [draw_tokens(kind, rng, n) for n in (270, 70)]
+    start = rng.standard_normal(pool.view.shape) * 0.3
+    rows = [(tokens[0], 7, False), (tokens[1], 2, True)]
+    slots = [[3, 4], [5, None], *[[None, None]] * 4]
+    lens = [[128, 256], [64, 0], *[[0, 0]] * 4]
+    found = []
+    for segment in (2048, 2):
+        of_kind = configured(kind, scan=scan, block_v=block_v, segment=segment)
+        after, outs = run(
+            of_kind,
+            pool,
+            gate,
+            pool.put({7: start}),
+            rows,
+            "triton",
+            checkpoints=(slots, lens),
+        )
+        found.append([*outs[:2], *(pool.get(after, s) for s in (7, 2, 3, 4, 5))])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    out, _, last, _, *checkpoints, _ = found[0]
+    truth, state = kind.expected(tokens[0], gate, start)
+    check(out, truth, len(out), head_axis=1)
+    check(last, state, len(out), head_axis=0)
+    for size, checkpoint in zip(lens[0], checkpoints, strict=True):
+        some = {name: x[:size] for name, x in tokens[0].items()}
+        check(checkpoint, kind.expected(some, gate, start)[1], size, head_axis=0)
+
+
 @by_kind
 @by_implementation
 def test_bits_do_not_depend_on_the_slots(kind, implementation):
@@ -331,14 +401,17 @@ def test_slots_far_beyond_2_to_the_31_elements(kind):
 
 
 @requires_h200_compiler
-@pytest.mark.parametrize(("kind", "num_tokens"), [("kda", 8192), ("gdn", 64)])
-def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens):
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "scan"),
+    [("kda", 8192, "triton"), ("gdn", 64, "triton"), ("kda", 8192, "gluon")],
+)
+def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, scan):
     kind = Kind(
         H=32, I={"kda": 32, "gdn": 16}[kind], K=128, V=128, decode=None, prefill=None
     )
     layout = unified_layout([kind.spec("float32")], pool_bytes=64 << 30)
     rng, rows, count = np.random.default_rng(0), 4, 2
-    prefill = PREFILLS["kda" if kind.is_kda else "gdn"]
+    prefill = configured(kind, scan=scan).prefill
     blocks = KernelBlocks(jnp.zeros(rows, jnp.int32), "state")
     pairs = KernelBlocks(jnp.zeros((rows, count), jnp.int32), "state")
     slots = StateSlots(
@@ -380,6 +453,17 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens):
     assert program.temp_bytes < 7 * (num_tokens + 64 * (rows + 1)) * 32 * 128 * 2
     assert not pool_sized_copies(program.hlo_text, layout.pool_bytes // 2)
     assert program.top_thunks == ["kCommandBuffer"]
+
+
+def test_a_block_that_the_scan_in_gluon_does_not_have_is_refused(monkeypatch):
+    h200 = Target(platform="gpu", capability=90)
+    monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
+    kind = configured(KINDS["kda"], scan="gluon", block_v=32)
+    rng = np.random.default_rng(3)
+    pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
+    rows = [(draw_tokens(kind, rng, 3), 1, True)]
+    with pytest.raises(ValueError, match="block_v=32 must each be 64 or 128"):
+        run(kind, pool, kind.gate(rng), pool.put({}), rows, "triton")
 
 
 def test_what_the_kernel_does_not_cover_is_refused():

@@ -1,22 +1,18 @@
 """What Triton makes of the kernels at full size: no spills, copies of 16 bytes."""
 
-import pathlib
 import re
-import subprocess
-import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import triton
 
 from pallas_kernels import gqa_decode_triton, gqa_extend_triton, kv_write_triton
 from pallas_kernels.paged_rows import PagedPart
 from pallas_kernels.triton_launch import compile_kernel
+from tests.gpu_assembly import PTXAS, assemble
 from tests.triton_interpreter import IS_INTERPRETING
 
-PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 POOL = jax.ShapeDtypeStruct((1 << 24, 1024), jnp.uint32)  # 64 GiB
 
 pytestmark = [
@@ -44,17 +40,6 @@ def launched(monkeypatch):
     for module in (gqa_decode_triton, gqa_extend_triton, kv_write_triton):
         monkeypatch.setattr(module, "launch", record)
     return programs
-
-
-def spilled_bytes(ptx: str) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        source = pathlib.Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", f"{folder}/cubin"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
-    assert found
-    return sum(map(int, found))
 
 
 def part(dtype, heads, width, page_size):
@@ -102,7 +87,7 @@ def test_decode_neither_spills_nor_reads_in_crumbs(launched, name):
     expected = {"whole_rows_kernel"} if window else {"chunks_kernel", "merge_kernel"}
     assert set(launched) == expected
     for kernel, compiled in launched.items():
-        assert spilled_bytes(compiled.ptx) == 0
+        assert assemble(compiled.ptx).spilled_bytes == 0
         if kernel != "merge_kernel":
             assert "cp.async.cg.shared.global" in compiled.ptx
     # Four programs share a multiprocessor, or a window's programs all run at once.
@@ -134,7 +119,7 @@ def test_extend_multiplies_in_warpgroups_and_does_not_spill(launched, name):
         window=window,
     )
     (compiled,) = launched.values()
-    assert spilled_bytes(compiled.ptx) == 0
+    assert assemble(compiled.ptx).spilled_bytes == 0
     assert "wgmma.mma_async" in compiled.ptx
     assert "cp.async.cg.shared.global" in compiled.ptx
 
@@ -202,6 +187,6 @@ def test_writes_move_16_bytes_at_a_time(launched):
         page_size=64,
     )
     (compiled,) = launched.values()
-    assert spilled_bytes(compiled.ptx) == 0
+    assert assemble(compiled.ptx).spilled_bytes == 0
     assert re.search(r"ld\.global[.\w]*\.v4\.b32", compiled.ptx)
     assert re.search(r"st\.global[.\w]*\.v4\.b32", compiled.ptx)

@@ -11,6 +11,7 @@ tokens, and the state if those are all.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from scripts.kernel_benches.case import (
 )
 from scripts.kernel_benches.random_words import random_values, random_words
 from ukv.ids import KernelBlocks
+from ukv.implementation import Implementation
 from ukv.layout import PartView, PoolLayout, unified_layout
 from ukv.ops import (
     DeltaTokens,
@@ -38,6 +40,8 @@ from ukv.ops import (
     kda_decode_step,
     kda_prefill,
 )
+from ukv.ops.gpu_kernels import triton_kernels
+from ukv.ops.state_places import place_of
 from ukv.pool import pool_struct, read_entries
 from ukv.spec import gdn_state_spec, kda_state_spec
 
@@ -187,7 +191,8 @@ def _views(layout: PoolLayout, layer: int) -> DeltaViews:
 
 
 def _decode_program(implementation, config, *, shape: Shape) -> Program:
-    _refuse(config)
+    if config is not None:
+        raise ValueError("a decode step has no configuration to try")
     rng, rows, sets = np.random.default_rng(0), shape.rows, _num_slot_sets(shape)
     layout = shape.layout(rows * sets)
     num_pages = layout.sub_pool("state").num_pages
@@ -257,13 +262,45 @@ def _decode_program(implementation, config, *, shape: Shape) -> Program:
     )
 
 
+def _prefill_op(shape: Shape, implementation, config):
+    """Return a prefill as a model does it, or with a configuration of its kernels."""
+    if config is None:
+        op = kda_prefill if shape.kind == "kda" else gdn_prefill
+        query_len = shape.tokens // shape.rows
+        return functools.partial(
+            op, max_query_len=query_len, implementation=implementation
+        )
+    run = triton_kernels("delta_prefill").delta_prefill
+
+    def prefill(buffers, view, tokens, gate, bounds, slots):
+        written = list(buffers)
+        written[view.buffer_index], out = run(
+            buffers[view.buffer_index],
+            tokens.q,
+            tokens.k,
+            tokens.v,
+            tokens.gate_logits.reshape(shape.tokens, -1),
+            tokens.beta_logits,
+            gate.a_log,
+            gate.dt_bias.reshape(-1),
+            bounds,
+            slots.slots.ids,
+            slots.is_fresh,
+            None,
+            state=place_of(view),
+            config=config,
+        )
+        return tuple(written), out
+
+    return prefill
+
+
 def _prefill_program(implementation, config, *, shape: Shape) -> Program:
-    _refuse(config)
     rng, rows = np.random.default_rng(0), shape.rows
     layout = shape.layout(rows)
     pages = 1 + rng.permutation(layout.sub_pool("state").num_pages - 1)[:rows]
     heads, key_heads, dim = shape.heads, shape.key_heads, shape.head_dim
-    op = kda_prefill if shape.kind == "kda" else gdn_prefill
+    op = _prefill_op(shape, implementation, config)
     query_len = shape.tokens // rows
     checked = min(query_len, CHECKED_TOKENS)
     # Looked at: the last row and head of the first layer.
@@ -303,8 +340,6 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
                 gate,
                 bounds,
                 StateSlots(slots=KernelBlocks(slots, "state"), is_fresh=is_fresh),
-                max_query_len=query_len,
-                implementation=implementation,
             )
             outs.append(out)
         return buffers, ids, tokens, (outs[0], outs[-1]), before
@@ -334,9 +369,9 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
     )
 
 
-def _refuse(config) -> None:
-    if config is not None:
-        raise ValueError("delta rule layers have no configuration to try")
+def _configs() -> dict[Implementation, tuple[Any, ...]]:
+    make = triton_kernels("delta_prefill").DeltaPrefillConfig
+    return {"triton": (make(scan="gluon"), make(scan="gluon", block_v=64))}
 
 
 def _prefill_flops(shape: Shape) -> int:
@@ -375,6 +410,7 @@ def _case(op: str, *, small: bool = False, **sizes) -> BenchCase:
         max_error=0.02,
         implementations=("xla",) if small else ("triton",),
         program=program,
+        configs={} if small or phase == "decode" else _configs(),
         bandwidth="copy",
         small=small,
     )
