@@ -197,6 +197,8 @@ def draw_prefill(rng, implementation, max_len, index, *, name: str):
         compute_dtype="bfloat16",
         widths=(kind.K, kind.V),
     )
+    if implementation == "triton":
+        kind = prefill.configured(kind, scan=str(rng.choice(["triton", "gluon"])))
     check = functools.partial(_check_prefill, kind, pool, gate, implementation)
     return case, check
 
