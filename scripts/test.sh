@@ -16,7 +16,7 @@ source "$here/_environment.sh"
 prepare_environment test
 
 if (($# == 0)); then
-  set -- -n 2 -q
+  set -- -n 2 -q --dist worksteal
 fi
 # Paths in the arguments and in pyproject.toml are relative to the repository.
 cd "$ukv_root"
