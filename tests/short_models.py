@@ -22,15 +22,18 @@ LAYERS = {
 
 
 @ft.cache
-def load_short(family: str) -> Loaded:
-    """Load a golden's model, of a long one only the layers above."""
+def load_short(family: str, layers: tuple[int, ...] | None = None) -> Loaded:
+    """Load a golden's model, of a long one only the layers above or those given."""
     loaded = load(GOLDENS / family, dtype="float32", progress=False)
-    if family not in LAYERS:
+    layers = layers or LAYERS.get(family)
+    if layers is None:
         return loaded
-    layers = [loaded.weights["layers"][index] for index in LAYERS[family]]
     return Loaded(
-        model=_with_layers(loaded.model, LAYERS[family]),
-        weights={**loaded.weights, "layers": layers},
+        model=_with_layers(loaded.model, layers),
+        weights={
+            **loaded.weights,
+            "layers": [loaded.weights["layers"][index] for index in layers],
+        },
     )
 
 

@@ -24,7 +24,8 @@ def patch(monkeypatch):
 
 def parity_error(family):
     """The check of the parity tests: five chunks beside a prompt that ends first."""
-    return chunked_error(family, lambda: 16, prompts=(0, 2), max_query_len=16)
+    bucket = {"num_tokens": 32, "max_query_len": 16}
+    return chunked_error(family, lambda: 16, prompts=(0, 2), bucket=bucket)
 
 
 def leave_table_untranslated(patch):

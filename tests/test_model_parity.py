@@ -23,6 +23,8 @@ FAMILIES = [
 # Where a family keeps states in the pool.
 STATES = {"qwen3_next": "gdn", "kimi_linear": "kda"}
 PROMPTS = range(4)
+# One program for prefill and chunks.
+BUCKET = {"num_tokens": 256, "max_query_len": 256}
 BOUND = 1e-4
 
 
@@ -47,7 +49,7 @@ def prefill_and_decode_error(family):
     """Return the worst error of a logit row, over one prefill and all decode steps."""
     expected = golden(family)
     run = runner(family, len(PROMPTS))
-    logits = run.step([expected.prompt(i) for i in PROMPTS])
+    logits = run.step([expected.prompt(i) for i in PROMPTS], **BUCKET)
     errors = [worst_row_error(logits[i], expected.logits(i)) for i in PROMPTS]
     if family in STATES:
         errors += state_errors(run, family, "prompt{i}.layer")
@@ -87,14 +89,14 @@ def state_errors(run, family, stem, prompts=PROMPTS):
     return errors
 
 
-def chunked_error(family, take, *, prompts=PROMPTS, max_query_len=64):
+def chunked_error(family, take, *, prompts=PROMPTS, bucket=BUCKET):
     """Return the worst error of a logit row or state when prompts come in chunks.
 
     Args:
       family: The golden.
       take: Called for each row and step, returns the length of its next chunk.
       prompts: Which prompts.
-      max_query_len: No chunk is longer.
+      bucket: Of each step.
     """
     expected = golden(family)
     run = runner(family, len(prompts))
@@ -103,9 +105,7 @@ def chunked_error(family, take, *, prompts=PROMPTS, max_query_len=64):
     while any(len(row) for row in left):
         lens = [min(len(row), take()) for row in left]
         logits = run.step(
-            [row[:n] for row, n in zip(left, lens, strict=True)],
-            num_tokens=max_query_len * len(prompts),
-            max_query_len=max_query_len,
+            [row[:n] for row, n in zip(left, lens, strict=True)], **bucket
         )
         left = [row[n:] for row, n in zip(left, lens, strict=True)]
         for rows, new in zip(found, logits, strict=True):

