@@ -23,9 +23,10 @@ def quiet():
 
 
 @pytest.mark.usefixtures("unchecked")  # as the command runs
-def test_scenarios_40_b36_b41_b56_a_short_soak_is_clean():
+@pytest.mark.parametrize("num_steps", [180, pytest.param(300, marks=pytest.mark.slow)])
+def test_scenarios_40_b36_b41_b56_a_short_soak_is_clean(num_steps):
     run = soak_engine.Soak(MODEL, config=CONFIG, seed=0)
-    run.run(300, quiet())
+    run.run(num_steps, quiet())
     counts = run.counts
     assert run.messages == []
     assert {name: counts[name] for name in soak_engine.FAULTS} == dict.fromkeys(

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from models.checkpoint import Checkpoint
 from models.mla import LatentAttention
 from models.named import TINY, find_model, load_found, read_tokenizer
@@ -14,8 +16,6 @@ from scripts.tiny_training.parameters import model_config
 from tests.engine_runs import greedy, run_all
 from tests.pools import POISON
 from ukv.engine import Engine, EngineConfig
-
-NUM_PROBLEMS, NUM_ROWS = 12, 8
 
 
 def test_its_files_are_those_that_the_scripts_write():
@@ -49,24 +49,29 @@ def test_its_log_says_how_it_was_trained():
     assert all(line["accuracy"] >= 0.9 for line in judged)
 
 
-def test_latent_rows_of_another_problem_cost_the_answers(monkeypatch):
+@pytest.mark.parametrize("num_problems", [5, pytest.param(8, marks=pytest.mark.slow)])
+def test_latent_rows_of_another_problem_cost_the_answers(num_problems, monkeypatch):
     model = load_found(find_model("tiny"), dtype="float32", progress=False).model
     with Checkpoint(TINY) as checkpoint:
         tensors = {
             name: checkpoint.read(name, shape)
             for name, shape in tensor_shapes(model.weights()).items()
         }
-    assert right_share(model, tensors, build_tokenizer(), 8) == 1.0
+    assert right_share(model, tensors, build_tokenizer(), num_problems) == 1.0
     wrong = rows_of_another(LatentAttention.attend_rows)
     monkeypatch.setattr(LatentAttention, "attend_rows", wrong)
-    assert right_share(model, tensors, build_tokenizer(), 8) < 0.5
+    assert right_share(model, tensors, build_tokenizer(), num_problems) < 0.5
 
 
-def test_the_engine_answers_held_out_problems():
+@pytest.mark.parametrize(
+    ("num_problems", "num_rows"),
+    [(8, 4), pytest.param(12, 8, marks=pytest.mark.slow)],
+)
+def test_the_engine_answers_held_out_problems(num_problems, num_rows):
     path = find_model("tiny")
     loaded = load_found(path, dtype="float32", progress=False)
     tokenizer = read_tokenizer(path)
-    drawn = problem_set(1, NUM_PROBLEMS, "test")
+    drawn = problem_set(1, num_problems, "test")
     engine = Engine(
         loaded.model,
         loaded.weights,
@@ -74,10 +79,10 @@ def test_the_engine_answers_held_out_problems():
         config=EngineConfig(
             page_size=64,
             dtype="float32",
-            max_rows=NUM_ROWS,
+            max_rows=num_rows,
             max_kv_len=512,
             max_step_tokens=256,
-            decode_buckets=(NUM_ROWS,),
+            decode_buckets=(num_rows,),
             prefill_buckets=(256,),
             fill_word=POISON,
         ),
@@ -85,12 +90,12 @@ def test_the_engine_answers_held_out_problems():
     found = run_all(
         engine,
         [tokenizer.encode(drawn.prompt(problem)) for problem in drawn.problems],
-        [greedy(64, stop_token_ids=tuple(tokenizer.stop_tokens))] * NUM_PROBLEMS,
+        [greedy(64, stop_token_ids=tuple(tokenizer.stop_tokens))] * num_problems,
     )
     num_right = 0
     for problem, tokens in zip(drawn.problems, found, strict=True):
         text = tokenizer.decode(tokens).removesuffix(END)
         num_right += re.findall(r"#### (\d+)$", text) == [str(problem.number)]
-    assert num_right >= 0.9 * NUM_PROBLEMS
+    assert num_right >= 0.9 * num_problems
     # The worked examples were computed once.
-    assert engine.stats().prefix_hit_tokens >= (NUM_PROBLEMS - NUM_ROWS) * 384
+    assert engine.stats().prefix_hit_tokens >= (num_problems - num_rows) * 384
