@@ -46,7 +46,7 @@ SIMULATED = [
         KIMI(rows=MIXED, heads=1), None, id="P16-mixed", marks=pytest.mark.slow
     ),
     pytest.param(
-        KIMI(rows=((3, 300), (0, 0), (129, 140)), heads=1, page_size=64),
+        KIMI(rows=((3, 150), (0, 0), (70, 80)), heads=1, page_size=64),
         128,
         id="P64-pieces",
     ),
@@ -56,9 +56,7 @@ SIMULATED = [
         id="P128-e4m3",
         marks=pytest.mark.slow,
     ),
-    pytest.param(
-        TINY(rows=((3, 150), (0, 0), (70, 70), (1, 5)), heads=2), 128, id="tiny"
-    ),
+    pytest.param(TINY(rows=((3, 150), (0, 0), (1, 5)), heads=2), 256, id="tiny"),
 ]
 
 jit_packed = jax.jit(

@@ -230,8 +230,9 @@ POOL_ROWS = 1 << 26  # 77 GB: 3.9e10 elements
         (1, 1, 128, 128, "bf16", 512),
         (2, 1, 64, 32, "e4m3", 512),
         (16, 1, 4, 64, "bf16", 128),
-        (3, 1, 32, 16, "bf16", 256),
-        (2, 1, 16, 64, "bf16", 384),
+        # Width 256 is below, and what 384 adds to both is simulated above.
+        pytest.param(3, 1, 32, 16, "bf16", 256, marks=pytest.mark.slow),
+        pytest.param(2, 1, 16, 64, "bf16", 384, marks=pytest.mark.slow),
         (2, 1, 128, 64, "bf16", 256),
         (2, 1, 16, 64, "e4m3", 256),
     ],
