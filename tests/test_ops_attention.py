@@ -25,8 +25,7 @@ from tests.attention_cases import (
     run_mla_decode,
 )
 from tests.pools import POISON
-from ukv import ops
-from ukv.ids import KernelBlocks, VirtualPages
+from ukv.ids import KernelBlocks
 from ukv.layout import static_layout
 from ukv.ops import gqa, mla, online_softmax
 from ukv.pool import create_pool
@@ -345,9 +344,6 @@ def test_mla_mutations_are_rejected(run):
             assert_result(case, mutant, oracle, **options)
 
 
-# Refusals
-
-
 def test_nan_of_a_visible_key_shows():
     # The pool is poisoned and nothing was written: a broken page must not pass as
     # a row without keys, whose output is zero.
@@ -369,68 +365,6 @@ def test_nan_of_a_visible_key_shows():
     assert np.isnan(np.asarray(lse[0])).all()
     assert not np.asarray(out[1]).any()
     assert np.isneginf(np.asarray(lse[1])).all()
-
-
-def test_virtual_pages_are_refused():
-    case = Gqa(rows=((1, 3),))
-    data = make_gqa(case)
-    virtual = VirtualPages(ids=data.pool.table.ids, space="full")
-    pool = dataclasses.replace(data.pool, table=virtual)
-    with pytest.raises(TypeError, match="table"):
-        run_gqa(case, dataclasses.replace(data, pool=pool))
-
-
-def test_the_table_of_another_sub_pool_is_refused():
-    case = Gqa(rows=((1, 3),))
-    data = make_gqa(case)
-    table = KernelBlocks(ids=data.pool.table.ids, sub_pool="other")
-    pool = dataclasses.replace(data.pool, table=table)
-    with pytest.raises(TypeError, match="'full', not of 'other'"):
-        run_gqa(case, dataclasses.replace(data, pool=pool))
-
-
-def test_a_table_of_another_batch_is_refused():
-    case = Gqa(rows=((1, 3), (1, 4)))
-    data = make_gqa(case)
-    table = KernelBlocks(ids=data.pool.table.ids[:1], sub_pool="full")
-    pool = dataclasses.replace(data.pool, table=table)
-    with pytest.raises(ValueError, match=r"the batch needs \[2, max_pages\]"):
-        run_gqa(case, dataclasses.replace(data, pool=pool))
-
-
-def test_sizes_that_contradict_each_other_are_refused():
-    case = Gqa(rows=((1, 3),))
-    data = make_gqa(case)
-    with pytest.raises(ValueError, match="3 query heads must be a multiple of the 2"):
-        run_gqa(case, dataclasses.replace(data, q=data.q[:, :3]))
-    with pytest.raises(ValueError, match="q has heads of 15, K has heads of 16"):
-        run_gqa(case, dataclasses.replace(data, q=data.q[..., :15]))
-    with pytest.raises(ValueError, match="window=0 must be 1 or more"):
-        run_gqa(case, data, window=0)
-    with pytest.raises(ValueError, match=r"soft_cap=0\.0 must be positive"):
-        run_gqa(case, data, soft_cap=0.0)
-    with pytest.raises(ValueError, match="has 2 entries, 2 rows need 3"):
-        ops.gqa_attention(
-            jnp.asarray(data.q),
-            data.pool.buffers,
-            *data.views,
-            data.pool.table,
-            cu_query_lens=case.batch["cu_query_lens"],
-            kv_lens=jnp.ones(2, jnp.int32),
-            max_query_len=1,
-            softmax_scale=1.0,
-        )
-
-
-def test_mla_sizes_that_contradict_each_other_are_refused():
-    case = Mla(rows=((1, 3),))
-    data = make_mla(case)
-    with pytest.raises(ValueError, match="'mla' have 32 elements: q has 31"):
-        run_absorbed(case, dataclasses.replace(data, q=data.q[..., 1:]))
-    with pytest.raises(ValueError, match="latent_dim=33 must be positive"):
-        run_absorbed(dataclasses.replace(case, dims=(33, 8, 12, 10)), data)
-    with pytest.raises(ValueError, match="q has 19, the parts 12 without"):
-        run_expanded(case, dataclasses.replace(data, q_heads=data.q_heads[..., 1:]))
 
 
 def test_no_op_translates():

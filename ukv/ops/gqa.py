@@ -79,13 +79,15 @@ def gqa_attention(
     """
     case = _case(q, k_view, v_view, window)
     chosen = resolve("gqa_attention", implementation, case)
-    num_rows = kv_lens.shape[0]
-    if cu_query_lens.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"cu_query_lens has {cu_query_lens.shape[0]} entries, {num_rows} rows "
-            f"need {num_rows + 1}"
-        )
-    table_ids = _table_ids(q, k_view, v_view, table, num_rows)
+    _require_heads(q, k_view, v_view, sinks)
+    table_ids = table_of(
+        table,
+        (k_view, v_view),
+        buffers,
+        q=q,
+        kv_lens=kv_lens,
+        cu_query_lens=cu_query_lens,
+    )
     scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
     if chosen != "xla":
         return extend_rows(
@@ -158,7 +160,8 @@ def gqa_decode(
     Source: as ``gqa_attention``.
     """
     chosen = resolve("gqa_decode", implementation, _case(q, k_view, v_view, window))
-    table_ids = _table_ids(q, k_view, v_view, table, kv_lens.shape[0])
+    _require_heads(q, k_view, v_view, sinks)
+    table_ids = table_of(table, (k_view, v_view), buffers, q=q, kv_lens=kv_lens)
     scoring = Scoring(softmax_scale=softmax_scale, window=window, soft_cap=soft_cap)
     if chosen == "triton":
         return decode_rows(
@@ -194,14 +197,15 @@ def _case(
     )
 
 
-def _table_ids(
-    q: jax.Array,
-    k_view: PartView,
-    v_view: PartView,
-    table: KernelBlocks,
-    num_rows: int,
-) -> jax.Array:
-    """Check the shapes, and return the ids of the read table."""
+def _require_heads(
+    q: jax.Array, k_view: PartView, v_view: PartView, sinks: jax.Array | None
+) -> None:
+    """Check the heads of the queries, of K, of V and of the sinks."""
+    if (len(k_view.shape), len(v_view.shape)) != (2, 2):
+        raise ValueError(
+            f"k_view and v_view have entries {k_view.shape} and {v_view.shape}: K and "
+            "V have [num_kv_heads, head_dim]"
+        )
     num_kv_heads, key_dim = k_view.shape
     if v_view.shape[0] != num_kv_heads or q.shape[-2] % num_kv_heads:
         raise ValueError(
@@ -210,7 +214,11 @@ def _table_ids(
         )
     if q.shape[-1] != key_dim:
         raise ValueError(f"q has heads of {q.shape[-1]}, K has heads of {key_dim}")
-    return table_of(table, (k_view, v_view), num_rows=num_rows)
+    if sinks is not None and sinks.shape != q.shape[-2:-1]:
+        raise ValueError(
+            f"sinks has shape {sinks.shape}, must have one for each of the "
+            f"{q.shape[-2]} query heads"
+        )
 
 
 def _reader(

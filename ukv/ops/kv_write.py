@@ -9,7 +9,7 @@ from jaxtyping import Array, Int32, Shaped
 from ukv.ids import WriteLocations, require_ids
 from ukv.implementation import Implementation, OpCase, resolve
 from ukv.layout import PartView
-from ukv.ops.cached_rows import Buffers
+from ukv.ops.cached_rows import Buffers, require_buffers
 from ukv.ops.gpu_kernels import triton_kernels
 from ukv.pool import entries_to_words, write_entries
 
@@ -63,12 +63,13 @@ def write_kv(
 
     Raises:
       IdSpaceError: ``locations`` are not write locations of the views' sub-pool.
-      ValueError: There is not one array of values for each view, or its shape is
-        another one.
+      ValueError: The buffers are not those of the pool, there is not one array of
+        values for each view, or its shape is another one.
       UnsupportedError: ``implementation`` cannot do this.
     """
     if len(views) != len(values):
         raise ValueError(f"{len(views)} views take as many values, not {len(values)}")
+    require_buffers(buffers, *views)
     written = list(buffers)
     by_buffer: dict[int, list[_Write]] = {}
     for view, value in zip(views, values, strict=True):

@@ -79,21 +79,20 @@ def mla_decode(
       UnsupportedError: ``implementation`` cannot do this.
     """
     chosen = resolve("mla_decode", implementation, _case(q, view, latent_dim))
+    _require_widths(q, view, latent_dim)
+    table_ids = table_of(table, (view,), buffers, q=q, kv_lens=kv_lens)
     if chosen != "xla":
-        _require_widths(q, view, latent_dim)
         return mla_rows(
             chosen,
             q,
             buffers,
             view,
-            table_of(table, (view,), num_rows=kv_lens.shape[0]),
+            table_ids,
             kv_lens=kv_lens,
             latent_dim=latent_dim,
             softmax_scale=softmax_scale,
         )
-    shape, read_block = _absorbed_reader(
-        q, buffers, view, table, kv_lens.shape[0], latent_dim
-    )
+    shape, read_block = _absorbed_reader(q, buffers, view, table_ids, latent_dim)
     return attend_tiles(
         q,
         one_tile_per_row(kv_lens, q.shape[1]),
@@ -144,23 +143,24 @@ def mla_extend_absorbed(
     """
     case = _case(q, view, latent_dim)
     chosen = resolve("mla_extend_absorbed", implementation, case)
+    _require_widths(q, view, latent_dim)
+    table_ids = table_of(
+        table, (view,), buffers, q=q, kv_lens=kv_lens, cu_query_lens=cu_query_lens
+    )
     if chosen != "xla":
-        _require_widths(q, view, latent_dim)
         return mla_tiles(
             chosen,
             q,
             buffers,
             view,
-            table_of(table, (view,), num_rows=kv_lens.shape[0]),
+            table_ids,
             cu_query_lens=cu_query_lens,
             kv_lens=kv_lens,
             max_query_len=max_query_len,
             latent_dim=latent_dim,
             softmax_scale=softmax_scale,
         )
-    shape, read_block = _absorbed_reader(
-        q, buffers, view, table, kv_lens.shape[0], latent_dim
-    )
+    shape, read_block = _absorbed_reader(q, buffers, view, table_ids, latent_dim)
     packed = cut_packed(
         cu_query_lens,
         kv_lens,
@@ -227,8 +227,9 @@ def mla_extend(
     widths = (*case.widths, w_kc.shape[1], w_vc.shape[1])
     case = dataclasses.replace(case, widths=widths)
     chosen = resolve("mla_extend", implementation, case)
-    shape, read_block = _expanded_reader(
-        q, w_kc, w_vc, buffers, view, table, kv_lens.shape[0]
+    _require_parts(q, w_kc, w_vc, view)
+    table_ids = table_of(
+        table, (view,), buffers, q=q, kv_lens=kv_lens, cu_query_lens=cu_query_lens
     )
     if chosen != "xla":
         return extend_heads(
@@ -238,12 +239,13 @@ def mla_extend(
             w_vc,
             buffers,
             view,
-            table.ids,
+            table_ids,
             cu_query_lens=cu_query_lens,
             kv_lens=kv_lens,
             max_query_len=max_query_len,
             softmax_scale=softmax_scale,
         )
+    shape, read_block = _expanded_reader(q, w_kc, w_vc, buffers, view, table_ids)
     packed = cut_packed(
         cu_query_lens,
         kv_lens,
@@ -269,8 +271,41 @@ def _case(q: jax.Array, view: PartView, latent_dim: int) -> OpCase:
     )
 
 
+def _row_width(view: PartView) -> int:
+    """Return the elements of a latent row."""
+    if len(view.shape) != 1:
+        raise ValueError(
+            f"{view.sub_pool}.{view.part} has entries {view.shape}: a latent row has "
+            "one axis"
+        )
+    return view.num_elements
+
+
+def _require_parts(
+    q: jax.Array, w_kc: jax.Array, w_vc: jax.Array, view: PartView
+) -> None:
+    """Check the heads of a model against its expansions and the cached rows."""
+    num_heads, nope_dim, latent_dim = w_kc.shape
+    row_width = _row_width(view)
+    rope_dim = row_width - latent_dim
+    if rope_dim < 0 or q.shape[-1] != nope_dim + rope_dim:
+        raise ValueError(
+            f"rows of {view.sub_pool!r} have {row_width} elements, {latent_dim} of "
+            f"them latent in w_kc: q has {q.shape[-1]}, the parts {nope_dim} without "
+            f"position and {rope_dim} with it"
+        )
+    if q.shape[-2] != num_heads or (w_vc.shape[0], w_vc.shape[2]) != (
+        num_heads,
+        latent_dim,
+    ):
+        raise ValueError(
+            f"q has {q.shape[-2]} heads, w_kc {w_kc.shape} and w_vc {w_vc.shape}: both "
+            "are [num_heads, width, latent_dim] with the same heads and latents"
+        )
+
+
 def _require_widths(q: jax.Array, view: PartView, latent_dim: int) -> None:
-    (row_width,) = view.shape
+    row_width = _row_width(view)
     if q.shape[-1] != row_width or not 0 < latent_dim <= row_width:
         raise ValueError(
             f"rows of {view.sub_pool!r} have {row_width} elements: q has "
@@ -282,13 +317,10 @@ def _absorbed_reader(
     q: jax.Array,
     buffers: Buffers,
     view: PartView,
-    table: KernelBlocks,
-    num_rows: int,
+    table_ids: jax.Array,
     latent_dim: int,
 ) -> tuple[BlockShape, ReadBlock]:
-    """Check the shapes, and return how blocks of rows are read as keys and values."""
-    _require_widths(q, view, latent_dim)
-    table_ids = table_of(table, (view,), num_rows=num_rows)
+    """Return how blocks of rows are read as keys and values."""
     num_pages = pages_per_block(view.page_size, table_ids.shape[1])
 
     def read_block(
@@ -311,20 +343,11 @@ def _expanded_reader(
     w_vc: jax.Array,
     buffers: Buffers,
     view: PartView,
-    table: KernelBlocks,
-    num_rows: int,
+    table_ids: jax.Array,
 ) -> tuple[BlockShape, ReadBlock]:
-    """Check the shapes, and return how blocks of rows are expanded per head."""
-    num_heads, nope_dim, latent_dim = w_kc.shape
-    (row_width,) = view.shape
-    rope_dim = row_width - latent_dim
-    if rope_dim < 0 or q.shape[-1] != nope_dim + rope_dim:
-        raise ValueError(
-            f"rows of {view.sub_pool!r} have {row_width} elements, {latent_dim} of "
-            f"them latent in w_kc: q has {q.shape[-1]}, the parts {nope_dim} without "
-            f"position and {rope_dim} with it"
-        )
-    table_ids = table_of(table, (view,), num_rows=num_rows)
+    """Return how blocks of rows are expanded per head."""
+    num_heads, _, latent_dim = w_kc.shape
+    rope_dim = view.num_elements - latent_dim
     num_pages = pages_per_block(view.page_size, table_ids.shape[1])
     w_kc, w_vc = w_kc.astype(q.dtype), w_vc.astype(q.dtype)
 
