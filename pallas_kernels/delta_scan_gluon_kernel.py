@@ -386,6 +386,9 @@ def delta_scan_gluon_kernel(
                     SUM,
                 )
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        # The last copies bring zeros only, but to memory that from here on is that in
+        # which the outputs turn around.
+        async_copy.wait_group(0)
         _store_out(_of_pairs(out, SUM), to_ptr, size, H * V)
         _store_state(S, state_ptr, SUM)
     elif is_present == 0:
