@@ -22,7 +22,9 @@ PTXAS = TOOLS / "ptxas"
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?P<text>.*?) *;")
 _LABEL = re.compile(r"^\.L_\w+:")
 _REGISTER = re.compile(r"\bR(?P<number>\d+)(?P<wide>\.64)?")
-_PRODUCT = re.compile(r"HGMMA\.64x(?P<columns>\d+)\S* R(?P<sums>\d+), R(?P<left>\d+),")
+_PRODUCT = re.compile(
+    r"HGMMA\.64x(?P<columns>\d+)\S* R(?P<sums>\d+), (R(?P<left>\d+)|gdesc\S+),"
+)
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (?P<running>0x[0-9a-f]+)")
 _ADDRESS = re.compile(r"\[[^\]]*\]")
 
@@ -96,9 +98,10 @@ def touched_while_products_run(lines: list[str]) -> list[str]:
         sums = {x for group in groups for x in group[0]}
         lefts = {x for group in groups for x in group[1]}
         if product := _PRODUCT.match(line):
-            first, left = int(product["sums"]), int(product["left"])
+            first, left = int(product["sums"]), product["left"]
             own = range(first, first + int(product["columns"]) // 2)
-            operand = range(left, left + 4)
+            # Or both operands are in shared memory.
+            operand = range(int(left), int(left) + 4) if left else ()
             # It may add to sums that the one before it still writes: to all of them.
             if lefts & {*own} or sums & {*operand} or len(sums & {*own}) % len(own):
                 found.append(line)

@@ -83,6 +83,7 @@ def test_what_touches_running_products_is_found():
     product = "HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR16], RZ, !UPT, gsb0"
     other = "HGMMA.64x64x16.F32.BF16 R88, R60, gdesc[UR16].tnspB, R88, gsb0"
     adds = product.replace("RZ, !UPT", "R24")
+    of_shared = product.replace("R56", "gdesc[UR8].tnspA")
     wait = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
     fine = [
         "F2FP.BF16.F32.PACK_AB R130, R57, R58",
@@ -103,6 +104,8 @@ def test_what_touches_running_products_is_found():
         product.replace("R56", "R24"),
     ]
     assert touched_while_products_run([product, *fine]) == []
+    assert touched_while_products_run([of_shared, bad[2], *fine]) == []
+    assert touched_while_products_run([of_shared, bad[0]]) == bad[:1]
     for line in bad:
         assert touched_while_products_run([product, line]) == [line]
         assert touched_while_products_run([product, other, line])[-1:] == [line]
