@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
+from pallas_kernels.delta_fragment_chunk_kernel import delta_fragment_chunk_kernel
 from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
 from pallas_kernels.delta_scan_gluon_kernel import delta_scan_gluon_kernel
 from pallas_kernels.delta_scan_kernel import delta_scan_kernel
@@ -32,8 +33,11 @@ class DeltaPrefillConfig:
     """Tuning of the prefill.
 
     Attributes:
-        part: key channels that the kernels of a chunk hold in registers at a time.
-        chunk_warps: warps of a program that multiplies and inverts a chunk.
+        chunk: kernel that makes chunks of KDA independent. The one in Gluon has
+            bfloat16 tokens, keys and values of 64 or 128 channels, and 4 warps.
+        part: key channels that the other kernels of a chunk hold in registers at a
+            time.
+        chunk_warps: warps of a program of theirs.
         scan: kernel that scans. The one in Gluon has bfloat16 values, keys of 64 or
             128 channels, and 64 or 128 value rows to a program.
         block_v: value rows of a program that scans; None takes few for few rows.
@@ -42,6 +46,7 @@ class DeltaPrefillConfig:
             rounded if it is stored in bfloat16.
     """
 
+    chunk: typing.Literal["triton", "gluon"] = "triton"
     part: int = 32
     chunk_warps: int = 4
     scan: typing.Literal["triton", "gluon"] = "triton"
@@ -57,6 +62,27 @@ class DeltaPrefillConfig:
                 raise ValueError(f"{name}={value} must be a power of two")
         if self.segment < 1:
             raise ValueError(f"{self.segment=} must be at least 1")
+
+
+def _chunk_options(
+    config: DeltaPrefillConfig,
+    dtypes: set[str],
+    key_dim: int,
+    value_dim: int,
+    key_heads: int,
+    *,
+    is_gluon: bool,
+) -> dict[str, typing.Any]:
+    """Returns how the kernel is launched that makes chunks independent."""
+    if not is_gluon:
+        options = {"KEY_HEADS": key_heads, "PART": min(config.part, key_dim)}
+        return options | {"num_warps": config.chunk_warps}
+    if key_dim not in (64, 128) or value_dim not in (64, 128):
+        raise ValueError(f"{key_dim=} and {value_dim=} must each be 64 or 128 in Gluon")
+    if dtypes != {"bfloat16"}:
+        raise ValueError(f"{dtypes=} must be bfloat16 in Gluon")
+    # So three programs fit a multiprocessor.
+    return {"num_warps": 4, "max_registers": 168}
 
 
 def _scan_options(
@@ -159,6 +185,14 @@ def delta_prefill(
     )
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
+    chunk_kernel = delta_chunk_kernel if is_per_channel else delta_head_chunk_kernel
+    is_gluon = is_per_channel and config.chunk == "gluon"
+    if is_gluon:
+        chunk_kernel = typing.cast(triton.JITFunction, delta_fragment_chunk_kernel)
+    dtypes = {x.dtype.name for x in (q, k, v)}
+    chunk_options = _chunk_options(
+        config, dtypes, key_dim, value_dim, q.shape[1], is_gluon=is_gluon
+    )
     scan_kernel = delta_scan_kernel
     if config.scan == "gluon":
         scan_kernel = typing.cast(triton.JITFunction, delta_scan_gluon_kernel)
@@ -179,14 +213,14 @@ def delta_prefill(
             scratch(key_dim, dtype=jnp.float32),
             scratch(CHUNK, CHUNK),
         ]
-        if is_per_channel:
+        if is_per_channel and not is_gluon:
             outputs += [
                 scratch(CHUNK, key_dim, dtype=jnp.float32),
                 scratch(15, key_dim, dtype=jnp.float32),
                 scratch(3, CHUNK, dtype=jnp.float32),
             ]
         wq, u, decayed_k, decay, products, *_ = launch(
-            delta_chunk_kernel if is_per_channel else delta_head_chunk_kernel,
+            chunk_kernel,
             q,
             k,
             v,
@@ -197,13 +231,11 @@ def delta_prefill(
             *chunks,
             outputs=outputs,
             grid=(segment_chunks * heads,),
-            num_warps=config.chunk_warps,
             H=heads,
-            KEY_HEADS=q.shape[1],
             K=key_dim,
             V=value_dim,
-            PART=min(config.part, key_dim),
             LOWER_BOUND=lower_bound,
+            **chunk_options,
         )
         buffer, out = launch(
             scan_kernel,

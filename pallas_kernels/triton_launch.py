@@ -89,6 +89,7 @@ def compile_kernel(
     num_warps: int,
     num_stages: int,
     capability: int,
+    max_registers: int | None = None,
 ) -> Compiled:
     """Compiles a kernel; needs no GPU.
 
@@ -99,6 +100,7 @@ def compile_kernel(
         num_warps: warps of a program.
         num_stages: stages of pipelined loops.
         capability: compute capability to compile for.
+        max_registers: registers of a thread, at most.
 
     Returns:
         The compiled kernel.
@@ -134,7 +136,11 @@ def compile_kernel(
         compiled = triton.compile(
             source,
             target=GPUTarget("cuda", capability, _WARP_THREADS),
-            options={"num_warps": num_warps, "num_stages": num_stages},
+            options={
+                "num_warps": num_warps,
+                "num_stages": num_stages,
+                "maxnreg": max_registers,
+            },
         )
     metadata = compiled.metadata
     if metadata.global_scratch_size:
@@ -168,6 +174,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     cluster_size: int = 1,
+    max_registers: int | None = None,
     **constants: Constant,
 ) -> list[Array]:
     """Launches a kernel on arrays.
@@ -183,6 +190,7 @@ def launch(
         num_stages: stages of pipelined loops.
         cluster_size: this many neighbours along x form one cluster of thread blocks,
             whose barriers (`barrier.cluster`) inline assembly may use.
+        max_registers: registers of a thread, at most, so that more programs fit.
         **constants: compile-time constants by name.
 
     Returns:
@@ -220,6 +228,7 @@ def launch(
         num_warps=num_warps,
         num_stages=num_stages,
         cluster_size=cluster_size,
+        max_registers=max_registers,
         constants=tuple(sorted(constants.items())),
     )
 
@@ -246,6 +255,7 @@ def _lower(
     num_warps,
     num_stages,
     cluster_size,
+    max_registers,
     constants,
 ):
     avals = [*ctx.avals_in, *ctx.avals_out]
@@ -256,6 +266,7 @@ def _lower(
         num_warps,
         num_stages,
         compute_capability(),
+        max_registers,
     )
     # Triton's entry points end in two pointers to scratch memory, not used here. They
     # get the address of an operand, one that shares no memory if there is one.

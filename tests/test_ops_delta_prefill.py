@@ -30,6 +30,7 @@ from ukv.ids import KernelBlocks
 from ukv.implementation import Target
 from ukv.layout import unified_layout
 from ukv.ops import DeltaTokens, StateCheckpoints, StateSlots, gdn_prefill, kda_prefill
+from ukv.ops.state_places import place_of
 from ukv.pool import pool_struct
 
 PREFILLS = {
@@ -48,6 +49,11 @@ by_implementation = pytest.mark.parametrize(
     "implementation",
     ["xla", *(pytest.param(name, marks=on_a_gpu) for name in ("triton", "gluon"))],
 )
+IN_GLUON = {
+    "gluon": ("chunk", "scan"),
+    "gluon-chunk": ("chunk",),
+    "gluon-scan": ("scan",),
+}
 MAX_TOKENS, MAX_ROWS = 416, 6
 
 
@@ -101,10 +107,11 @@ def check(actual, truth, num_tokens, *, head_axis, sizes=None):
 def run(kind, pool, gate, buffers, rows, implementation, checkpoints=None):
     """Prefill rows of (tokens, slot, is_fresh); everything else is NaN.
 
-    "gluon" is the Triton implementation with the scan in Gluon.
+    The implementations in Gluon are the Triton one with other kernels.
     """
-    if implementation == "gluon":
-        kind, implementation = configured(kind, scan="gluon"), "triton"
+    if implementation in IN_GLUON:
+        kind = configured(kind, **dict.fromkeys(IN_GLUON[implementation], "gluon"))
+        implementation = "triton"
     lens = [len(tokens["v"]) for tokens, _, _ in rows]
     bounds = np.cumsum([0, *lens, *[0] * (MAX_ROWS - len(rows))])
     packed = {}
@@ -154,9 +161,9 @@ def draw_tokens(kind, rng, length, gates="mild"):
     [
         *((gates, "xla") for gates in GATES),
         *(pytest.param(gates, "triton", marks=on_a_gpu) for gates in GATES),
-        # Where the decays are from makes no difference to a scan.
-        pytest.param("mild", "gluon", marks=on_a_gpu),
-        pytest.param("repeated", "gluon", marks=on_a_gpu),
+        *(pytest.param(gates, "gluon", marks=on_a_gpu) for gates in GATES),
+        pytest.param("mild", "gluon-chunk", marks=on_a_gpu),
+        pytest.param("mild", "gluon-scan", marks=on_a_gpu),
     ],
 )
 def test_packed_rows_match_the_oracle(kind, gates, implementation):
@@ -402,16 +409,16 @@ def test_slots_far_beyond_2_to_the_31_elements(kind):
 
 @requires_h200_compiler
 @pytest.mark.parametrize(
-    ("kind", "num_tokens", "scan"),
+    ("kind", "num_tokens", "language"),
     [("kda", 8192, "triton"), ("gdn", 64, "triton"), ("kda", 8192, "gluon")],
 )
-def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, scan):
+def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
     kind = Kind(
         H=32, I={"kda": 32, "gdn": 16}[kind], K=128, V=128, decode=None, prefill=None
     )
     layout = unified_layout([kind.spec("float32")], pool_bytes=64 << 30)
     rng, rows, count = np.random.default_rng(0), 4, 2
-    prefill = configured(kind, scan=scan).prefill
+    prefill = configured(kind, chunk=language, scan=language).prefill
     blocks = KernelBlocks(jnp.zeros(rows, jnp.int32), "state")
     pairs = KernelBlocks(jnp.zeros((rows, count), jnp.int32), "state")
     slots = StateSlots(
@@ -455,15 +462,37 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, scan):
     assert program.top_thunks == ["kCommandBuffer"]
 
 
-def test_a_block_that_the_scan_in_gluon_does_not_have_is_refused(monkeypatch):
-    h200 = Target(platform="gpu", capability=90)
-    monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
-    kind = configured(KINDS["kda"], scan="gluon", block_v=32)
-    rng = np.random.default_rng(3)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "config", "message"),
+    [
+        ({}, "bfloat16", {"scan": "gluon", "block_v": 32}, "block_v=32 must each be"),
+        ({"K": 32}, "bfloat16", {"chunk": "gluon"}, "key_dim=32 and .* must each be"),
+        ({"V": 256}, "bfloat16", {"chunk": "gluon"}, "value_dim=256 must each be 64"),
+        ({}, "float32", {"chunk": "gluon"}, "'float32'} must be bfloat16"),
+    ],
+)
+def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, message):
+    module = importlib.import_module("pallas_kernels.delta_prefill")
+    kind, rng = dataclasses.replace(KINDS["kda"], **sizes), np.random.default_rng(3)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
-    rows = [(draw_tokens(kind, rng, 3), 1, True)]
-    with pytest.raises(ValueError, match="block_v=32 must each be 64 or 128"):
-        run(kind, pool, kind.gate(rng), pool.put({}), rows, "triton")
+    buffer = pool.put({})[pool.view.buffer_index]
+    x, gate = kind.tokens(rng, 3, dtype=dtype), kind.gate(rng)
+    prefill = ft.partial(
+        module.delta_prefill,
+        checkpoints=None,
+        state=place_of(pool.view),
+        config=module.DeltaPrefillConfig(**config),
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            prefill,
+            buffer,
+            *(x["q"], x["k"], x["v"], x["gate_logits"].reshape(3, -1)),
+            *(x["beta_logits"], gate.a_log, gate.dt_bias.reshape(-1)),
+            cu_query_lens=jnp.asarray([0, 3], jnp.int32),
+            slots=jnp.zeros(1, jnp.int32),
+            is_fresh=jnp.ones(1, bool),
+        )
 
 
 def test_what_the_kernel_does_not_cover_is_refused():

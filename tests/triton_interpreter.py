@@ -104,13 +104,14 @@ def interpreted_launch(
     num_warps=4,
     num_stages=None,
     cluster_size=1,
+    max_registers=None,
     **constants,
 ):
     """Stand-in for ``pallas_kernels.triton_launch.launch``, also under ``jax.jit``.
 
     Programs run one after the other, so those of a cluster cannot meet.
     """
-    del num_stages
+    del num_stages, max_registers
     if cluster_size > 1:
         raise NotImplementedError(f"a cluster of {cluster_size} in the interpreter")
     aliases = {} if aliases is None else aliases

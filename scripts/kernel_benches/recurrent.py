@@ -369,9 +369,13 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
     )
 
 
-def _configs() -> dict[Implementation, tuple[Any, ...]]:
+def _configs(kind: str) -> dict[Implementation, tuple[Any, ...]]:
     make = triton_kernels("delta_prefill").DeltaPrefillConfig
-    return {"triton": (make(scan="gluon"), make(scan="gluon", block_v=64))}
+    scans = ({"scan": "gluon"}, {"scan": "gluon", "block_v": 64})
+    configs = [make(**scan) for scan in scans]
+    if kind == "kda":
+        configs += [make(chunk="gluon", **scan) for scan in ({}, *scans)]
+    return {"triton": tuple(configs)}
 
 
 def _prefill_flops(shape: Shape) -> int:
@@ -410,7 +414,7 @@ def _case(op: str, *, small: bool = False, **sizes) -> BenchCase:
         max_error=0.02,
         implementations=("xla",) if small else ("triton",),
         program=program,
-        configs={} if small or phase == "decode" else _configs(),
+        configs={} if small or phase == "decode" else _configs(kind),
         bandwidth="copy",
         small=small,
     )

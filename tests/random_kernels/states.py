@@ -198,7 +198,8 @@ def draw_prefill(rng, implementation, max_len, index, *, name: str):
         widths=(kind.K, kind.V),
     )
     if implementation == "triton":
-        kind = prefill.configured(kind, scan=str(rng.choice(["triton", "gluon"])))
+        chunk, scan = map(str, rng.choice(["triton", "gluon"], 2))
+        kind = prefill.configured(kind, chunk=chunk, scan=scan)
     check = functools.partial(_check_prefill, kind, pool, gate, implementation)
     return case, check
 

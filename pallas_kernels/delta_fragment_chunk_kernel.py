@@ -1,0 +1,428 @@
+"""Gluon kernel of `pallas_kernels.delta_prefill` that makes chunks independent.
+
+It makes of a chunk what `pallas_kernels.delta_chunk_kernel` does, for keys and values
+of 64 or 128 channels. There, operands change layouts through shared memory between all
+products; here they stay in registers, see `pallas_kernels.delta_fragments`.
+
+Each of 4 warps has a block of 16 tokens. Per key channel, with `G` the running sum of
+the log2 decays (cut at -15), block b has whole numbers `R_b`, at most 1/2 from G where
+it begins, and `M_b`, near the middle between that and where it ends. With
+
+    p_i = 2^(G_i - M_b)     x_i p_i,  k_i / p_i  in bfloat16
+
+all else is the product of those with powers of two, which round nothing, so that a
+register with two of them is multiplied at once:
+
+    products of the block itself          x_i p_i . k_j / p_j
+    rows decayed from the block's start   x_i p_i 2^(M_b - R_b)
+    columns decayed to its end            k_j / p_j 2^(R_b+1 - M_b)
+    from the chunk's start                the rows' 2^(R_b)
+    rows of block i, columns of block j   the columns' 2^(R_i - R_j+1)
+
+Factors of products are 2^+-124 at most, and between blocks at most 1.
+"""
+
+import typing
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from pallas_kernels.delta_fragments import (
+    BLOCKS,
+    FLAT_TOKENS,
+    SHARED_BLOCKS,
+    SHARED_COLUMNS,
+    SHARED_ROWS,
+    TOKENS,
+    add,
+    exp2,
+    gate,
+    gate_scale,
+    invert_blocks,
+    last,
+    multiply_blocks,
+    multiply_tokens,
+    reciprocal,
+    rounded,
+    rows_to_mma_order,
+    stack,
+    stack_columns,
+    stack_rows,
+    times,
+    to_mma_order,
+)
+
+# A thread has a channel of 16 tokens.
+_WALK = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_FACTORS = gl.constexpr(gl.SliceLayout(1, TOKENS.value))
+_WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+@typing.no_type_check
+def _factors(table, n):
+    """Those of 32 channels, `[4, 1, 32]`: of each block, for all its tokens."""
+    return table.slice(32 * n, 32, 1).load(_FACTORS)[:, None, :]
+
+
+@gluon.jit
+@typing.no_type_check
+def _of_block(blocks, b, layout):
+    """One of 4 blocks, for every warp."""
+    found = blocks.slice(b, 1, 0).load(layout)
+    return found.broadcast_to([4, found.shape[1], found.shape[2]])
+
+
+@gluon.jit
+@typing.no_type_check
+def _start_product(inverse, rest, keys, values, n: gl.constexpr, K: gl.constexpr):
+    """64 columns of w, then 64 rows of u."""
+    acc = gl.zeros([64, 64], gl.float32, _WIDE)
+    if n < K // 64:
+        acc = warpgroup_mma(rest, keys[n], acc, use_acc=False, is_async=True)
+        return warpgroup_mma(inverse, keys[n], acc, is_async=True)
+    else:
+        v = values.slice(64 * n - K, 64, 1).permute([1, 0])
+        rest = rest.permute([1, 0])
+        acc = warpgroup_mma(v, rest, acc, use_acc=False, is_async=True)
+        return warpgroup_mma(v, inverse.permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+@typing.no_type_check
+def delta_fragment_chunk_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    gate_logits_ptr,
+    beta_logits_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    starts_ptr,
+    sizes_ptr,
+    segment_ptr,
+    wq_ptr,
+    u_ptr,
+    decayed_k_ptr,
+    decay_ptr,
+    products_ptr,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    LOWER_BOUND: gl.constexpr,
+):
+    """Writes w and q 2^G as one array, u transposed, k 2^(G_63 - G), 2^G_63 and P."""
+    C: gl.constexpr = 64
+    ROW: gl.constexpr = H * K
+    PARTS: gl.constexpr = K // 32
+    # With the softplus gate, registers do not reach for all keys: the last part is
+    # asked for again. What the assembler spills says so, a test has both gates.
+    KEPT: gl.constexpr = 3 if LOWER_BOUND is None else 4
+    gl.static_assert((K == 64) | (K == 128))
+    gl.static_assert((V == 64) | (V == 128))
+    place = gl.program_id(0) // H
+    head = gl.program_id(0) % H
+    chunk = gl.load(segment_ptr) + place
+    size = gl.load(sizes_ptr + chunk)
+    start = gl.load(starts_ptr + chunk).to(gl.int64)
+    if size > 0:
+        tile = (place * H + head).to(gl.int64)
+        q_ptr += start * ROW + head * K
+        k_ptr += start * ROW + head * K
+        v_ptr += start * (H * V) + head * V
+        gate_logits_ptr += start * ROW + head * K
+        beta_logits_ptr += start * H + head
+        w_ptr = wq_ptr + tile * (2 * C * K)
+        u_ptr += tile * (C * V)
+        decayed_k_ptr += tile * (C * K)
+        products_ptr += tile * (C * C)
+
+        # Everything but the values is asked for first. A logit that is not there is
+        # one of no decay.
+        channel = gl.arange(0, K, gl.SliceLayout(0, _WALK))
+        t = gl.arange(0, 16, gl.SliceLayout(1, _WALK))[:, None]
+        logits_ptr = gate_logits_ptr + (t * ROW + channel[None, :])
+        if size == C:
+            logits_0 = gl.load(logits_ptr)
+            logits_1 = gl.load(logits_ptr + 16 * ROW)
+            logits_2 = gl.load(logits_ptr + 32 * ROW)
+            logits_3 = gl.load(logits_ptr + 48 * ROW)
+        else:
+            logits_0 = gl.load(logits_ptr, mask=t < size, other=-1e30)
+            logits_1 = gl.load(logits_ptr + 16 * ROW, mask=t + 16 < size, other=-1e30)
+            logits_2 = gl.load(logits_ptr + 32 * ROW, mask=t + 32 < size, other=-1e30)
+            logits_3 = gl.load(logits_ptr + 48 * ROW, mask=t + 48 < size, other=-1e30)
+        logits = (logits_0, logits_1, logits_2, logits_3)
+        bias = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32)
+        a_log = gl.load(a_log_ptr + head).to(gl.float32)
+        token = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
+        beta = gl.load(beta_logits_ptr + gl.minimum(token, size - 1) * H)
+        block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))
+        row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
+        row = 16 * block[:, None] + row[None, :]
+        key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))
+        at = row[:, :, None] * K + key[None, None, :]
+        # Past the last token it is repeated: beta is 0.
+        from_at = gl.minimum(row, size - 1)[:, :, None] * ROW + key[None, None, :]
+        keys = ()
+        queries = ()
+        for n in gl.static_range(PARTS):
+            keys += (gl.load(k_ptr + 32 * n + from_at),)
+
+        powers = gl.allocate_shared_memory(
+            gl.float32, [C, K], gl.SwizzledSharedLayout(4, 1, 2, [1, 0])
+        )
+        columns = ()
+        query_rows = ()
+        for _ in gl.static_range(PARTS):
+            columns += (
+                gl.allocate_shared_memory(gl.bfloat16, [4, 16, 32], SHARED_COLUMNS),
+            )
+        for _ in gl.static_range(PARTS):
+            query_rows += (
+                gl.allocate_shared_memory(gl.bfloat16, [4, 16, 32], SHARED_ROWS),
+            )
+        to_start = gl.allocate_shared_memory(gl.bfloat16, [4, K], _PLAIN)
+        to_end = gl.allocate_shared_memory(gl.bfloat16, [4, K], _PLAIN)
+        from_first = gl.allocate_shared_memory(gl.bfloat16, [4, K], _PLAIN)
+        to_last = gl.allocate_shared_memory(gl.float32, [4, K], _PLAIN)
+        after_0 = gl.allocate_shared_memory(gl.bfloat16, [4, K], _PLAIN)
+        after_1 = gl.allocate_shared_memory(gl.bfloat16, [4, K], _PLAIN)
+        betas = gl.allocate_shared_memory(
+            gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+
+        # A thread walks down the chunk with its channel. `total` is G from R_b on.
+        scale, per_logit, cut = gate_scale(a_log, LOWER_BOUND)
+        bias *= per_logit
+        total = gl.zeros([K], gl.float32, gl.SliceLayout(0, _WALK))
+        none = total - 1e4
+        zero = total
+        border = total
+        borders = ()
+        middles = ()
+        steps = ()
+        p = ()
+        for b in gl.static_range(4):
+            if b == 2:
+                # By now the first of the logits' registers are free.
+                for n in gl.static_range(PARTS):
+                    queries += (gl.load(q_ptr + 32 * n + from_at),)
+            x = logits[b].to(gl.float32) * per_logit + bias[None, :]
+            sums = gl.associative_scan(gate(gl.minimum(x, cut), LOWER_BOUND), 0, add)
+            end = total + scale * gl.reduce(sums, 0, last)
+            # 4 below the middle: before the first token no decay of its own has come,
+            # so factors are 2^-116 at the least and no normal key is lost.
+            middle = gl.floor(0.5 * end - 3.5)
+            step = gl.floor(end + 0.5)
+            p += (exp2(sums * scale + (total - middle)[None, :]),)
+            borders += (border,)
+            middles += (middle,)
+            steps += (step,)
+            border += step
+            total = end - step
+        powers.store(stack_rows(p))
+        middle = stack(middles)
+        to_start.store(exp2(middle).to(gl.bfloat16))
+        to_end.store(exp2(stack(steps) - middle).to(gl.bfloat16))
+        first = stack(borders)
+        from_first.store(exp2(first).to(gl.bfloat16))
+        to_last.store(exp2(stack((border + total,) * 4) - first - middle))
+        gl.store(decay_ptr + tile * K + channel, exp2(border + total))
+        # Above the diagonal 0.
+        step_0 = stack((none, zero, steps[1], steps[1] + steps[2]))
+        after_0.store(exp2(step_0).to(gl.bfloat16))
+        after_1.store(exp2(stack((none, none, zero, steps[2]))).to(gl.bfloat16))
+        beta = reciprocal(1.0 + gl.exp(-beta.to(gl.float32)))
+        betas.store(gl.where(token < size, beta, 0.0))
+
+        zeros = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
+        i = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
+        r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
+        r = r[None, :, None]
+        c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
+        c = c[None, None, :]
+        kk = zeros
+        qq = zeros
+        for n in gl.static_range(PARTS):
+            kk = multiply_tokens(keys[n], keys[n], kk)
+            qq = multiply_tokens(queries[n], queries[n], qq)
+        kk = gl.rsqrt(gl.sum(gl.where(r == c, kk, 0.0), 2) + 1e-6)
+        qq = gl.rsqrt(gl.sum(gl.where(r == c, qq, 0.0), 2) + 1e-6) * (K**-0.5)
+        ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
+        kk = gl.convert_layout(kk, ROWS, assert_trivial=True)[:, :, None]
+        qq = gl.convert_layout(qq, ROWS, assert_trivial=True)[:, :, None]
+
+        own_k = zeros
+        own_q = zeros
+        key_rows = ()
+        for n in gl.static_range(PARTS):
+            p = gl.reshape(powers.slice(32 * n, 32, 1).load(FLAT_TOKENS), [4, 16, 32])
+            p = gl.convert_layout(p, TOKENS, assert_trivial=True)
+            k = keys[n] if n < KEPT else gl.load(k_ptr + 32 * n + from_at)
+            k = k.to(gl.float32) * kk
+            column = k * reciprocal(p)
+            decayed = rounded(column * _factors(to_last, n))
+            gl.store(decayed_k_ptr + 32 * n + at, decayed)
+            column = rounded(column)
+            k = rounded(k * p)
+            q = rounded(queries[n].to(gl.float32) * qq * p)
+            own_k = multiply_tokens(k, column, own_k)
+            own_q = multiply_tokens(q, column, own_q)
+            columns[n].store(times(column, _factors(to_end, n)))
+            key_rows += (times(k, _factors(to_start, n)),)
+            q = times(q, _factors(to_start, n))
+            query_rows[n].store(q)
+            q = times(q, _factors(from_first, n))
+            gl.store(w_ptr + C * K + 32 * n + at, q)
+        powers._keep_alive()
+
+        # From here on its memory is that of the values, which are asked for now, and
+        # of the keys that the inverse multiplies.
+        gl.thread_barrier()
+        values = gl.allocate_shared_memory(gl.bfloat16, [C, V], _SWIZZLED)
+        from_start = ()
+        for _ in gl.static_range(K // 64):
+            from_start += (gl.allocate_shared_memory(gl.bfloat16, [C, 64], _SWIZZLED),)
+        COPY: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [256 // V, V // 8], [4, 1], [1, 0]
+        )
+        row = gl.minimum(gl.arange(0, C, gl.SliceLayout(1, COPY)), size - 1)[:, None]
+        value = gl.arange(0, V, gl.SliceLayout(0, COPY))[None, :]
+        async_copy.async_copy_global_to_shared(values, v_ptr + (row * (H * V) + value))
+        async_copy.commit_group()
+
+        A0 = zeros
+        A1 = zeros
+        A2 = zeros
+        P0 = zeros
+        P1 = zeros
+        P2 = zeros
+        for n in gl.static_range(PARTS):
+            k = key_rows[n]
+            q = query_rows[n].load(TOKENS)
+            c0 = times(_of_block(columns[n], 0, TOKENS), _factors(after_0, n))
+            c1 = times(_of_block(columns[n], 1, TOKENS), _factors(after_1, n))
+            c2 = _of_block(columns[n], 2, TOKENS)
+            A0 = multiply_tokens(k, c0, A0)
+            P0 = multiply_tokens(q, c0, P0)
+            A1 = multiply_tokens(k, c1, A1)
+            P1 = multiply_tokens(q, c1, P1)
+            A2 = multiply_tokens(k, c2, A2)
+            P2 = multiply_tokens(q, c2, P2)
+            k = to_mma_order(times(k, _factors(from_first, n)))
+            if n % 2 == 0:
+                half = k
+            else:
+                k = gl.permute(gl.join(half, k), [0, 1, 3, 2])
+                from_start[n // 2].store(gl.reshape(k, [C, 64]))
+        # Of one warp each.
+        is_0 = gl.where(i == 0, 1.0, 0.0)
+        is_1 = gl.where(i == 1, 1.0, 0.0)
+        is_2 = gl.where(i == 2, 1.0, 0.0)
+        is_3 = gl.where(i == 3, 1.0, 0.0)
+        is_element = (r >= 0) & (c >= 0)
+        to_ptr = products_ptr + ((16 * i + r) * C + c)
+        gl.store(to_ptr + 16 * i, rounded(gl.where(r >= c, own_q, 0.0)))
+        gl.store(to_ptr, rounded(P0), mask=(i != 0) & is_element)
+        gl.store(to_ptr + 16, rounded(P1), mask=(i != 1) & is_element)
+        gl.store(to_ptr + 32, rounded(P2 * is_3), mask=(i != 2) & is_element)
+        gl.store(to_ptr + 48, zeros.to(gl.bfloat16), mask=(i != 3) & is_element)
+
+        row_betas = gl.reshape(
+            betas.load(gl.SliceLayout(1, gl.DotOperandLayout(0, _WIDE, 2))), [4, 16]
+        )
+        row_betas = gl.convert_layout(
+            row_betas, gl.SliceLayout(2, BLOCKS), assert_trivial=True
+        )[:, :, None]
+        T, transposed = invert_blocks(own_k * row_betas, r, c)
+
+        # Of A and T with blocks A_ij and T_ij, each warp has row i. Blocks 0 and 1
+        # make a half, and 2 and 3, and then the halves the whole:
+        #
+        #     T_10 = -T_1 A_10 T_0    T_ij = -sum T_ik (A_kl T_lj)   k >= 2 > l, j
+        inverse = gl.allocate_shared_memory(gl.bfloat16, [C, C], _SWIZZLED)
+        rest = gl.allocate_shared_memory(gl.bfloat16, [C, C], _SWIZZLED)
+        inverses = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+        lefts = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+        shared_0 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+        shared_1 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+        A0 *= -row_betas
+        A1 *= -row_betas
+        A2 *= -row_betas * is_3
+        inverses.store(transposed)
+        shared_0.store(A0)
+        shared_1.store(A1)
+        T0 = _of_block(inverses, 0, BLOCKS)
+        even = T0 * is_1 + _of_block(inverses, 2, BLOCKS) * is_3
+        left = multiply_blocks(even, A0 * is_1 + A2, zeros)
+        lefts.store(multiply_blocks(left, T, zeros))
+        left = multiply_blocks(T, left, zeros) * is_3
+        async_copy.wait_group(0)
+        T1 = _of_block(inverses, 1, BLOCKS)
+        T10 = _of_block(lefts, 1, BLOCKS)
+        A20 = _of_block(shared_0, 2, BLOCKS)
+        A21 = _of_block(shared_1, 2, BLOCKS)
+        of_2 = multiply_blocks(T0, A20, multiply_blocks(T10, A21, zeros))
+        of_i = multiply_blocks(T0, A0, multiply_blocks(T10, A1, zeros))
+        acc = multiply_blocks(left, of_2, T * is_0)
+        column_0 = multiply_blocks(T, of_i, acc)
+        of_2 = multiply_blocks(T1, A21, zeros)
+        of_i = multiply_blocks(T1, A1, zeros)
+        acc = multiply_blocks(left, of_2, T * is_1)
+        column_1 = multiply_blocks(T, of_i, acc)
+        T = stack_columns((column_0, column_1, T * is_2 + left, T * is_3))
+
+        # Two numbers for one: where keys repeat, its errors would add up in w.
+        LEFT: gl.constexpr = gl.DotOperandLayout(0, _WIDE, 2)
+        T = gl.convert_layout(T, LEFT, assert_trivial=True)
+        T *= betas.load(gl.SliceLayout(0, LEFT))[None, :]
+        high = rounded(T)
+        inverse.store(rows_to_mma_order(high))
+        rest.store(rows_to_mma_order(rounded(T - high.to(gl.float32))))
+        fence_async_shared()
+        gl.thread_barrier()
+        # Rows and columns come in the order of the tensor core, in which a lane has 8
+        # neighbours.
+        W: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [2, 0], [0, 32]],
+            [[0, 8], [0, 16], [1, 0], [8, 0], [16, 0]],
+            [[4, 0], [32, 0]],
+            [],
+            [C, 64],
+        )
+        U: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [64, C],
+        )
+        row = gl.arange(0, C, gl.SliceLayout(1, W))[:, None]
+        w_at = row * K + gl.arange(0, 64, gl.SliceLayout(0, W))[None, :]
+        row = gl.arange(0, 64, gl.SliceLayout(1, U))[:, None]
+        u_at = row * C + gl.arange(0, C, gl.SliceLayout(0, U))[None, :]
+        PRODUCTS: gl.constexpr = (K + V) // 64
+        now = _start_product(inverse, rest, from_start, values, 0, K)
+        after = _start_product(inverse, rest, from_start, values, 1, K)
+        for n in gl.static_range(PRODUCTS):
+            done = warpgroup_mma_wait(2 if n + 1 < PRODUCTS else 0, deps=[now])
+            now = after
+            if n + 2 < PRODUCTS:
+                after = _start_product(inverse, rest, from_start, values, n + 2, K)
+            done = to_mma_order(rounded(done))
+            if n < K // 64:
+                done = rows_to_mma_order(done)
+                done = gl.convert_layout(done, W, assert_trivial=True)
+                gl.store(w_ptr + 64 * n + w_at, done)
+            else:
+                done = gl.convert_layout(done, U, assert_trivial=True)
+                gl.store(u_ptr + (64 * n - K) * C + u_at, done)

@@ -1,0 +1,294 @@
+"""Kernels that make chunks of KDA independent, array by array."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
+from pallas_kernels.delta_fragment_chunk_kernel import delta_fragment_chunk_kernel
+from pallas_kernels.triton_launch import compile_kernel
+from tests.comparison import assert_matches
+from tests.gpu_assembly import (
+    PTXAS,
+    assemble,
+    assemblers,
+    from_first_product_to_last_wait,
+    listing,
+    touched_while_products_run,
+)
+from tests.oracles import recurrent as oracle
+from tests.oracles.delta_chunk import kda_chunk
+from tests.recurrent_cases import EPS, KINDS
+from tests.state_pools import round_to
+from tests.triton_interpreter import (
+    IS_INTERPRETING,
+    assert_passes_in_the_interpreter,
+    faulty_kernel,
+    interpreted_launch,
+)
+
+H, C = 2, 64
+SIZES = (C, 37, 0, 16)
+MOST_LOG2_DECAY = 15
+
+compiles = pytest.mark.skipif(
+    IS_INTERPRETING or not PTXAS.is_file(), reason="nothing is compiled there"
+)
+
+
+def in_the_interpreter(test):
+    interpreted = pytest.mark.skipif(not IS_INTERPRETING, reason="needs its process")
+    return pytest.mark.triton(interpreted(test))
+
+
+@compiles
+def test_the_kernels_pass_in_the_interpreter():
+    assert_passes_in_the_interpreter(__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Chunks of different sizes, one after the other, and a gate."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    logits: np.ndarray
+    beta_logits: np.ndarray
+    a_log: np.ndarray
+    dt_bias: np.ndarray
+    lower_bound: float | None
+
+    @property
+    def dims(self):
+        return self.k.shape[-1], self.v.shape[-1]
+
+    def expected(self, start, size, head):
+        part = slice(start, start + size)
+        q, k = (oracle.l2_normalize(x[part, head], eps=EPS) for x in (self.q, self.k))
+        gate = self.logits[part], self.a_log, self.dt_bias
+        if self.lower_bound is None:
+            log_decay = oracle.kda_log_decay(*gate)[:, head]
+        else:
+            bound = {"lower_bound": self.lower_bound}
+            log_decay = oracle.kda_log_decay_bounded(*gate, **bound)[:, head]
+        return kda_chunk(
+            q,
+            k,
+            np.asarray(self.v[part, head], np.float64),
+            np.maximum(log_decay / np.log(2), -MOST_LOG2_DECAY),
+            1 / (1 + np.exp(-np.asarray(self.beta_logits[part, head], np.float64))),
+            scale=k.shape[-1] ** -0.5,
+        )
+
+
+def draw(gates, K=128, V=128, lower_bound=None):
+    rng, n = np.random.default_rng(0), sum(SIZES)
+    shapes = [(n, H, K), (n, H, K), (n, H, V), (n, H, K), (n, H)]
+    q, k, v, logits, beta_logits = (
+        round_to(rng.standard_normal(shape), "bfloat16") for shape in shapes
+    )
+    # By place in the chunk: those of a block whose neighbour decays otherwise, and a
+    # token that alone keeps what came before.
+    place = np.concatenate([np.arange(size) for size in SIZES])[:, None, None]
+    logits = {
+        "mild": lambda: logits,
+        "strong": lambda: np.abs(logits) * 20,
+        "mixed": lambda: np.where(logits > 0, 30, -30),
+        "none": lambda: logits * 0 - 60,
+        "repeated": lambda: logits * 0 - 60,
+        "huge": lambda: logits * 0 + 87,
+        "late": lambda: np.where(place % 32 < 16, -60, 60) + logits * 0,
+        "early": lambda: np.where(place % 32 < 16, 60, -60) + logits * 0,
+        "rare": lambda: np.where(place % 17 == 0, -60, 60) + logits * 0,
+    }[gates]()
+    if gates == "repeated":
+        k[...] = k[:1]
+        beta_logits[...] = 6
+    a_log = np.log(rng.uniform(0.5, 4, H)).astype(np.float32)
+    dt_bias = (rng.standard_normal((H, K)) - 2).astype(np.float32)
+    logits = round_to(logits, "bfloat16")
+    return Tokens(q, k, v, logits, beta_logits, a_log, dt_bias, lower_bound)
+
+
+def run(kernel, tokens):
+    """What the kernel writes, by name, `[chunks, H, ...]`."""
+    K, V = tokens.dims
+    is_gluon = kernel.fn.__name__ == delta_fragment_chunk_kernel.fn.__name__
+    shapes = [((2 * C, K), jnp.bfloat16), ((V, C), jnp.bfloat16)]
+    shapes += [((C, K), jnp.bfloat16), ((K,), jnp.float32), ((C, C), jnp.bfloat16)]
+    constants = {"H": H, "K": K, "V": V, "LOWER_BOUND": tokens.lower_bound}
+    if not is_gluon:
+        shapes += [((rows, K), jnp.float32) for rows in (C, 15)]
+        shapes += [((3, C), jnp.float32)]
+        constants |= {"KEY_HEADS": H, "PART": 32}
+    wq, u, k, decay, P, *_ = interpreted_launch(
+        kernel,
+        *(tokens.q, tokens.k, tokens.v, tokens.logits.reshape(-1, H * K)),
+        *(tokens.beta_logits, tokens.a_log, tokens.dt_bias.reshape(-1)),
+        np.cumsum([0, *SIZES[:-1]], dtype=np.int32),
+        np.asarray(SIZES, np.int32),
+        np.zeros(1, np.int32),
+        outputs=[
+            jax.ShapeDtypeStruct((len(SIZES), H, *shape), dtype)
+            for shape, dtype in shapes
+        ],
+        grid=(len(SIZES) * H,),
+        **constants,
+    )
+    arrays = (wq[:, :, :C], wq[:, :, C:], np.swapaxes(u, -1, -2), k, decay, P)
+    names = ("w", "q", "u", "k", "decay", "P")
+    return dict(zip(names, map(np.asarray, arrays), strict=True))
+
+
+def check(kernel, tokens):
+    starts = np.cumsum([0, *SIZES])
+    for name, array in run(kernel, tokens).items():
+        # A chunk without tokens is left as it was.
+        truth = np.full(array.shape, np.nan)
+        for chunk, head in np.ndindex(truth.shape[:2]):
+            size = SIZES[chunk]
+            if not size:
+                continue
+            part = tokens.expected(starts[chunk], size, head)[name]
+            truth[chunk, head] = 0
+            if name in "qkP":
+                # Behind the last token is what meets the zeros of u and of w.
+                rest = array[chunk, head, size:]
+                assert np.isfinite(rest.astype(np.float32)).all()
+                truth[chunk, head, size:] = rest
+            truth[(chunk, head, *map(slice, part.shape))] = part
+        of_type = {"dtype": "bfloat16", "accumulate_dtype": "tensorfloat32"}
+        assert_matches(
+            array,
+            truth,
+            reduced_len=C + tokens.dims[0],
+            row_axes=(1,),
+            **({"dtype": "float32"} if name == "decay" else of_type),
+        )
+
+
+GATES = ("mild", "strong", "mixed", "none", "repeated", "huge", "late", "early", "rare")
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("gates", GATES)
+def test_chunks_match_the_oracle(gates):
+    check(delta_fragment_chunk_kernel, draw(gates))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("lower_bound", [-5.0, -15.0, -40.0])
+def test_bounded_gates_match_the_oracle(lower_bound):
+    check(delta_fragment_chunk_kernel, draw("mild", lower_bound=lower_bound))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("gates", ["mild", "repeated", "rare"])
+def test_chunks_of_the_kernel_in_triton_match_the_oracle(gates):
+    check(delta_chunk_kernel, draw(gates))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)])
+def test_other_widths_match_the_oracle(K, V):
+    check(delta_fragment_chunk_kernel, draw("mild", K, V))
+
+
+FAULTS = {
+    "decay of a block left out": ("steps[1] + steps[2]))", "steps[1]))"),
+    "blocks above the diagonal": (
+        "stack((none, zero, steps[1],",
+        "stack((zero, zero, steps[1],",
+    ),
+    "rest of a border lost": ("total = end - step", "total = end - end"),
+    "column of the last block": (
+        "_of_block(columns[n], 2, TOKENS)",
+        "_of_block(columns[n], 3, TOKENS)",
+    ),
+    "betas of other rows": ("A1 *= -row_betas", "A1 *= -1.0"),
+    "a wait too few": ("        async_copy.wait_group(0)\n", ""),
+    "product read too early": (
+        "2 if n + 1 < PRODUCTS else 0",
+        "3 if n + 1 < PRODUCTS else 1",
+    ),
+    "logits behind the end": (
+        "mask=t + 32 < size, other=-1e30",
+        "mask=t + 32 < size, other=0.0",
+    ),
+}
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, tmp_path):
+    kernel = faulty_kernel(tmp_path, delta_fragment_chunk_kernel, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check(kernel, draw("mild"))
+
+
+def test_the_arrays_of_a_chunk_make_the_recurrence():
+    kind, rng, size = KINDS["kda"], np.random.default_rng(2), 21
+    tokens = kind.tokens(rng, size)
+    gate, state = kind.gate(rng), rng.standard_normal((kind.H, kind.V, kind.K))
+    q, k = (oracle.l2_normalize(tokens[name], eps=EPS) for name in "qk")
+    log_decay = oracle.kda_log_decay(tokens["gate_logits"], gate.a_log, gate.dt_bias)
+    beta = 1 / (1 + np.exp(-np.asarray(tokens["beta_logits"], np.float64)))
+    truth, last = kind.expected(tokens, gate, state)
+    for head in range(kind.H):
+        v = np.asarray(tokens["v"][:, head], np.float64)
+        x = kda_chunk(
+            *(q[:, head], k[:, head], v, log_decay[:, head] / np.log(2)),
+            *(beta[:, head],),
+            scale=kind.K**-0.5,
+        )
+        new = x["u"] - x["w"] @ state[head].T
+        out = x["q"] @ state[head].T + x["P"] @ new
+        after = state[head] * x["decay"] + new.T @ x["k"]
+        np.testing.assert_allclose(out, truth[:, head], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(after, last[head], rtol=1e-9, atol=1e-12)
+
+
+# Key channels, values and bound, and what is spilled. No model has the last one.
+PROGRAMS = {
+    (128, 128, None): 0,
+    (128, 128, -5.0): 0,
+    (64, 64, None): 0,
+    (64, 128, -5.0): 0,
+    (128, 64, None): 0,
+    (128, 64, -5.0): 40,
+}
+
+
+@compiles
+@pytest.mark.parametrize("assembler", assemblers())
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_three_programs_fit_a_multiprocessor(program, assembler):
+    K, V, lower_bound = program
+    dtypes = ("bfloat16",) * 5 + ("float32",) * 2 + ("int32",) * 3
+    dtypes += ("bfloat16",) * 3 + ("float32", "bfloat16")
+    constants = {"H": 32, "K": K, "V": V, "LOWER_BOUND": lower_bound}
+    options = {"num_warps": 4, "num_stages": 1, "capability": 90, "max_registers": 168}
+    key = tuple(sorted(constants.items()))
+    compiled = compile_kernel(delta_fragment_chunk_kernel, dtypes, key, **options)
+    # Of 228 KB, 1 KB of which each program takes for itself.
+    assert 3 * (compiled.shared_bytes + 1024) <= 228 * 1024
+    assembled = assemble(compiled.ptx, assemblers()[assembler])
+    assert assembled.spilled_bytes <= PROGRAMS[program]
+    (registers,) = re.findall(r"Used (\d+) registers", assembled.log)
+    assert int(registers) <= 168
+    # Else it makes each product wait for the one before, and says so.
+    assert "serialized" not in assembled.log
+    lines = listing(assembled.cubin)
+    products = from_first_product_to_last_wait(lines)
+    # Of w and of u 64 columns each, of the inverse and its rest, in steps of 16 tokens.
+    assert sum(x.startswith("HGMMA") for x in products) == (K + V) // 64 * 2 * 4
+    assert touched_while_products_run(products) == []
+    assert [x for x in products if x.startswith(("BRA", "BSYNC", ".L"))] == []
+    assert sum(line.startswith("BAR.SYNC") for line in lines) == 6
+    # Two sums over four lanes, of two rows: nothing else goes from lane to lane.
+    assert sum(line.startswith("SHFL") for line in lines) == 8
