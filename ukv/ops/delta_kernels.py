@@ -48,7 +48,8 @@ def prefill_layer(
       max_query_len: No row is longer.
       implementation: None for the default device's best.
     """
-    if require_case(op, view, tokens, implementation) != "triton":
+    chosen = require_case(op, view, tokens, a_log, dt_bias, implementation)
+    if chosen != "triton":
         return prefill_states(
             buffers,
             view,
@@ -58,7 +59,7 @@ def prefill_layer(
             log_decay_of,
             max_query_len=max_query_len,
         )
-    query_lens_of(view, slots, cu_query_lens)
+    query_lens_of(buffers, view, slots, cu_query_lens)
     num_tokens = tokens.v.shape[0]
     written = list(buffers)
     written[view.buffer_index], out = triton_kernels("delta_prefill").delta_prefill(

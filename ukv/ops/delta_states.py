@@ -27,6 +27,8 @@ from ukv.ops.state_slots import (
     present_rows,
     query_lens_of,
     read_states,
+    require_shapes,
+    require_slots,
     write_states,
     write_states_and_checkpoints,
 )
@@ -73,12 +75,23 @@ def require_case(
     op: str,
     view: PartView,
     tokens: DeltaTokens,
+    a_log: Leaf,
+    dt_bias: Leaf,
     implementation: Implementation | None,
 ) -> Implementation:
-    """Check the view's entry against the tokens, and return who runs the op.
+    """Check the view's entry, the tokens and the gate, and return who runs the op.
+
+    Args:
+      op: Name of the op.
+      view: Part ``recurrent`` of the layer.
+      tokens: The new tokens.
+      a_log: Of the gate.
+      dt_bias: Of the gate; its shape without the tokens is that of the gate logits.
+      implementation: None for the default device's best.
 
     Raises:
-      ValueError: The view's entry is not ``[heads, value_dim, key_dim]``.
+      ValueError: The view's entry is not ``[heads, value_dim, key_dim]``, or the tokens
+        or the gate have other shapes.
       UnsupportedError: ``implementation`` cannot do this.
     """
     heads, value_dim = tokens.v.shape[-2:]
@@ -88,6 +101,18 @@ def require_case(
             f"{view.sub_pool}.{view.part} has entries {view.shape}; the tokens need "
             f"[heads, value_dim, key_dim] = {(heads, value_dim, key_dim)}"
         )
+    leading, key_heads = tokens.v.shape[:-2], tokens.q.shape[-2]
+    gate_shape = (heads, key_dim) if dt_bias.ndim == 2 else (heads,)
+    require_shapes(
+        q=(tokens.q, (*leading, key_heads, key_dim)),
+        k=(tokens.k, (*leading, key_heads, key_dim)),
+        gate_logits=(tokens.gate_logits, (*leading, *gate_shape)),
+        beta_logits=(tokens.beta_logits, (*leading, heads)),
+        a_log=(a_log, (heads,)),
+        dt_bias=(dt_bias, gate_shape),
+    )
+    if heads % key_heads:
+        raise ValueError(f"num_heads={heads} must be a multiple of {key_heads=}")
     case = OpCase(
         page_size=view.page_size,
         storage_dtype=view.dtype.name,
@@ -115,7 +140,8 @@ def decode_states(
     log_decay_of: LogDecayOf,
 ) -> tuple[Buffers, Float[Array, "rows query_len heads value_dim"]]:
     """Advance each row's state by its ``query_len`` tokens, one after the other."""
-    query_len = tokens.v.shape[1]
+    rows, query_len = tokens.v.shape[:2]
+    require_slots(buffers, view, slots, num_rows=rows)
     lens = jnp.where(present_rows(view, slots), jnp.int32(query_len), 0)
     states = read_states(buffers, view, slots)
     activated = activate(tokens, log_decay_of)
@@ -142,7 +168,7 @@ def prefill_states(
     chunk_size = min(CHUNK_SIZE, -(-max_query_len // SUB_BLOCK) * SUB_BLOCK)
     num_tokens = tokens.v.shape[0]
     starts = cu_query_lens[:-1]
-    lens = query_lens_of(view, slots, cu_query_lens)
+    lens = query_lens_of(buffers, view, slots, cu_query_lens)
     states = read_states(buffers, view, slots)
     checkpoints, wanted = slots.checkpoints, None
     if checkpoints is not None:

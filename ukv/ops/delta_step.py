@@ -20,7 +20,7 @@ from ukv.ops.gpu_kernels import triton_kernels
 from ukv.ops.kda import KdaGate, kda_decode, require_bound
 from ukv.ops.short_conv import ShortConv, require_window, short_conv_decode
 from ukv.ops.state_places import place_of, slot_ids
-from ukv.ops.state_slots import StateSlots
+from ukv.ops.state_slots import StateSlots, require_shapes, require_slots
 from ukv.pytree import Leaf
 
 
@@ -147,6 +147,14 @@ def case_of_step(
             f"{view.shape} needs heads * value_dim and 2 * key_dim for each key head"
         )
     require_window(views.conv, channels, conv)
+    leading = tokens.qkv.shape[:-1]
+    gate_shape = (heads, key_dim) if isinstance(gate, KdaGate) else (heads,)
+    require_shapes(
+        gate_logits=(tokens.gate_logits, (*leading, *gate_shape)),
+        beta_logits=(tokens.beta_logits, (*leading, heads)),
+        a_log=(gate.a_log, (heads,)),
+        dt_bias=(gate.dt_bias, gate_shape),
+    )
     if isinstance(gate, KdaGate):
         require_bound(gate)
     case = OpCase(
@@ -169,6 +177,8 @@ def _decode_step(
     implementation: Implementation | None,
 ) -> tuple[Buffers, Float[Array, "rows query_len heads value_dim"]]:
     case, key_heads = case_of_step(views, tokens, conv, gate)
+    for part in (views.recurrent, views.conv):
+        require_slots(buffers, part, slots, num_rows=tokens.qkv.shape[0])
     if resolve(op, implementation, case) == "triton":
         return _decode_step_triton(
             buffers, views, tokens, conv, gate, slots, key_heads=key_heads

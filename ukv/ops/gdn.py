@@ -90,7 +90,7 @@ def gdn_decode(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    require_case("gdn_decode", view, tokens, implementation)
+    require_case("gdn_decode", view, tokens, gate.a_log, gate.dt_bias, implementation)
     log_decay_of = ft.partial(gdn_log_decay, gate=gate)
     return decode_states(buffers, view, tokens, slots, log_decay_of)
 

@@ -112,7 +112,7 @@ def kda_decode(
       ValueError: Shapes disagree.
       UnsupportedError: ``implementation`` cannot do this.
     """
-    require_case("kda_decode", view, tokens, implementation)
+    require_case("kda_decode", view, tokens, gate.a_log, gate.dt_bias, implementation)
     log_decay_of = ft.partial(kda_log_decay, gate=gate)
     return decode_states(buffers, view, tokens, slots, log_decay_of)
 

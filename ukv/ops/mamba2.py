@@ -22,7 +22,14 @@ from ukv.layout import PartView
 from ukv.ops.cached_rows import Buffers
 from ukv.ops.gpu_kernels import triton_kernels
 from ukv.ops.state_places import place_of, slot_ids
-from ukv.ops.state_slots import StateSlots, present_rows, read_states, write_states
+from ukv.ops.state_slots import (
+    StateSlots,
+    present_rows,
+    read_states,
+    require_shapes,
+    require_slots,
+    write_states,
+)
 from ukv.pytree import Leaf
 
 
@@ -92,6 +99,16 @@ def mamba2_decode(
             f"[heads, head_dim, state_dim] = {(heads, head_dim, state_dim)}, heads a "
             f"multiple of {groups=}"
         )
+    rows, query_len = tokens.x.shape[:2]
+    require_shapes(
+        dt_logits=(tokens.dt_logits, (rows, query_len, heads)),
+        b=(tokens.b, (rows, query_len, groups, state_dim)),
+        c=(tokens.c, (rows, query_len, groups, state_dim)),
+        a_log=(parameters.a_log, (heads,)),
+        dt_bias=(parameters.dt_bias, (heads,)),
+        d_skip=(parameters.d_skip, (heads,)),
+    )
+    require_slots(buffers, view, slots, num_rows=rows)
     case = OpCase(
         page_size=view.page_size,
         storage_dtype=view.dtype.name,

@@ -30,6 +30,8 @@ from ukv.ops.state_slots import (
     present_rows,
     query_lens_of,
     read_states,
+    require_shapes,
+    require_slots,
     write_states,
     write_states_and_checkpoints,
 )
@@ -66,6 +68,7 @@ def require_window(view: PartView, num_channels: int, conv: ShortConv) -> None:
             f"{num_channels} channels; weight {conv.weight.shape} needs entries "
             f"[conv_width - 1, channels] = {(conv_width - 1, channels)}"
         )
+    require_shapes(bias=(conv.bias, (channels,)))
 
 
 def _require_case(
@@ -132,6 +135,7 @@ def short_conv_decode(
       UnsupportedError: ``implementation`` cannot do this.
     """
     _require_case("short_conv_decode", view, x, conv, implementation)
+    require_slots(buffers, view, slots, num_rows=x.shape[0])
     query_len, num_taps = x.shape[1], conv.weight.shape[1]
     window = read_states(buffers, view, slots)
     inputs = jnp.concatenate([window, x.astype(jnp.float32)], axis=1)
@@ -150,7 +154,7 @@ def _prefill_triton(
     slots: StateSlots,
     widths: tuple[int, ...],
 ) -> tuple[Buffers, list[Array]]:
-    query_lens_of(view, slots, cu_query_lens)
+    query_lens_of(buffers, view, slots, cu_query_lens)
     written = list(buffers)
     kernels = triton_kernels("short_conv")
     written[view.buffer_index], outputs = kernels.short_conv_prefill(
@@ -259,7 +263,7 @@ def short_conv_prefill_parts(
         return _prefill_triton(buffers, view, x, conv, cu_query_lens, slots, widths)
     num_past, num_tokens = view.shape[0], x.shape[0]
     starts = cu_query_lens[:-1]
-    lens = query_lens_of(view, slots, cu_query_lens)
+    lens = query_lens_of(buffers, view, slots, cu_query_lens)
     window = read_states(buffers, view, slots)
 
     def input_at(row: Array, place: Array) -> Float32[Array, "*batch channels"]:

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ukv.ids import KernelBlocks, require_ids
 from ukv.layout import PartView
-from ukv.ops.cached_rows import Buffers
+from ukv.ops.cached_rows import Buffers, require_buffers
 from ukv.pool import read_entries, write_entries
 from ukv.pytree import Leaf
 
@@ -64,19 +64,63 @@ def slot_rows(
     return jnp.where(is_present, rows, view.num_rows), is_present
 
 
+def require_shapes(**arrays: tuple[Leaf | None, tuple[int, ...]]) -> None:
+    """Check arrays, by name, against the shapes that they must have; None is left out.
+
+    Raises:
+      ValueError: One has another shape.
+    """
+    for name, (array, shape) in arrays.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, must have {shape}")
+
+
+def require_slots(
+    buffers: Buffers, view: PartView, slots: StateSlots, *, num_rows: int | None = None
+) -> None:
+    """Check that slots and buffers belong to a batch and a pool.
+
+    Args:
+      buffers: All buffers of the pool.
+      view: The part and layer.
+      slots: Of the rows of the batch.
+      num_rows: Rows of its tokens; None if the tokens are packed.
+
+    Raises:
+      IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
+      ValueError: Their number is not that of the rows, or the buffers are not those of
+        the pool.
+    """
+    require_buffers(buffers, view)
+    shape = slot_rows(view, slots.slots, "slots")[1].shape
+    if slots.is_fresh.shape != shape:
+        raise ValueError(
+            f"is_fresh has shape {slots.is_fresh.shape}, slots {shape}: "
+            "give both for each row"
+        )
+    if len(shape) != 1 or num_rows not in (None, shape[0]):
+        raise ValueError(f"slots has shape {shape}, the tokens have {num_rows} rows")
+
+
 def present_rows(view: PartView, slots: StateSlots) -> Bool[Array, " rows"]:
     """Return which rows of the batch are requests and not padding."""
     return slot_rows(view, slots.slots, "slots")[1]
 
 
 def query_lens_of(
-    view: PartView, slots: StateSlots, cu_query_lens: Int32[Array, " bounds"]
+    buffers: Buffers,
+    view: PartView,
+    slots: StateSlots,
+    cu_query_lens: Int32[Array, " bounds"],
 ) -> Int32[Array, " rows"]:
     """Return the tokens of each packed row: none for a padded one.
 
     Raises:
-      ValueError: ``cu_query_lens`` has not one entry more than there are rows.
+      IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
+      ValueError: ``cu_query_lens`` has not one entry more than there are rows, or is
+        not int32, or the slots or the buffers are wrong as in ``require_slots``.
     """
+    require_slots(buffers, view, slots)
     is_present = present_rows(view, slots)
     num_rows = is_present.shape[0]
     if cu_query_lens.shape[0] != num_rows + 1:
@@ -84,24 +128,16 @@ def query_lens_of(
             f"cu_query_lens has {cu_query_lens.shape[0]} entries, {num_rows} rows "
             f"need {num_rows + 1}"
         )
+    if cu_query_lens.dtype != jnp.int32:
+        raise ValueError(f"cu_query_lens holds {cu_query_lens.dtype}, must be int32")
     return jnp.where(is_present, jnp.diff(cu_query_lens), 0)
 
 
 def read_states(
     buffers: Buffers, view: PartView, slots: StateSlots
 ) -> Float32[Array, "rows ..."]:
-    """Read the state of each row as float32: zeros if it is fresh or padded.
-
-    Raises:
-      IdSpaceError: The slots are not kernel blocks of the view's sub-pool.
-      ValueError: ``is_fresh`` has not one entry for each slot.
-    """
+    """Read the state of each row as float32: zeros if it is fresh or padded."""
     first_rows, is_present = slot_rows(view, slots.slots, "slots")
-    if slots.is_fresh.shape != first_rows.shape:
-        raise ValueError(
-            f"is_fresh has shape {slots.is_fresh.shape}, slots {first_rows.shape}: "
-            "give both for each row"
-        )
     states = read_entries(buffers[view.buffer_index], view, first_rows)
     has_past = is_present & ~slots.is_fresh
     has_past = jnp.expand_dims(has_past, tuple(range(1, states.ndim)))
