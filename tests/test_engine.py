@@ -115,6 +115,12 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers():
     assert not run.has_work
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_one_prompt_is_no_list_of_prompts():
+    with pytest.raises(RequestError, match="prompt=1 must be token ids, one prompt a"):
+        list(engine("llama").generate([1, 2], greedy(1)))
+
+
 def test_malformed_requests_are_refused():
     run = engine("llama")
     run.add_request([1], request_id="a")

@@ -85,6 +85,22 @@ _NAMES = {
 }
 
 
+def virtual_space(pages: Any, *, argument: str) -> str:
+    """Return the name of the sub-pool that owns some virtual ids.
+
+    Args:
+      pages: What the caller passed.
+      argument: Name of the caller's argument, for the message.
+
+    Raises:
+      IdSpaceError: They are no virtual ids.
+    """
+    if not isinstance(pages, VirtualPages):
+        found = _NAMES.get(type(pages), f"{type(pages).__name__} without a space")
+        raise IdSpaceError(f"{argument} takes {_NAMES[VirtualPages]}, not {found}")
+    return pages.space
+
+
 def require_ids[T](value: Any, kind: type[T], *, owner: str, argument: str) -> T:
     """Return ``value`` after checking its space and owner.
 

@@ -117,8 +117,18 @@ CASES = {
     ),
     "static pool without pages": Case(
         SpecError,
-        r"num_pages=\{'latent': 0\} must be 1 or more",
+        r"num_pages=\{'latent': 0\} must be integers of 1 or more",
         lambda: static_layout([latent_spec()], num_pages={"latent": 0}),
+    ),
+    "static count that is no integer": Case(
+        SpecError,
+        r"num_pages=\{'latent': 1\.5\} must be integers of 1 or more",
+        lambda: static_layout([latent_spec()], num_pages={"latent": 1.5}),
+    ),
+    "layer that is no integer": Case(
+        SpecError,
+        r"layer=0\.5 of 'latent' must be an integer in \[0, ",
+        lambda: layout().part_view("latent", layer=0.5, part="latent"),
     ),
     "unknown sub-pool": Case(
         UnknownSubPoolError,
@@ -132,12 +142,12 @@ CASES = {
     ),
     "layer": Case(
         SpecError,
-        r"layer=2 of 'latent' must be in \[0, 2\)",
+        r"layer=2 of 'latent' must be an integer in \[0, 2\)",
         lambda: layout().part_view("latent", layer=2, part="latent"),
     ),
     "negative layer": Case(
         SpecError,
-        r"layer=-1 of 'latent' must be in \[0, 2\)",
+        r"layer=-1 of 'latent' must be an integer in \[0, 2\)",
         lambda: layout().part_view("latent", layer=-1, part="latent"),
     ),
     "part": Case(

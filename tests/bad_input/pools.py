@@ -235,8 +235,35 @@ CASES = {
     ),
     "mirror of a negative count": Case(
         SpecError,
-        r"num_pages\['latent'\]=-1 must be 0 or more",
+        r"num_pages\['latent'\]=-1 must be an integer of 0 or more",
         lambda: PoolMirror.create(layout()).can_allocate({"latent": -1}),
+    ),
+    "mirror of half a page": Case(
+        SpecError,
+        r"num_pages\['latent'\]=1\.5 must be an integer of 0 or more",
+        lambda: PoolMirror.create(layout()).can_allocate({"latent": 1.5}),
+    ),
+    "half a page": Case(
+        SpecError,
+        r"num_pages\['latent'\]=1\.5 must be an integer",
+        lambda: allocator.alloc(state(), {"latent": 1.5}, max_pages={"latent": 2}),
+    ),
+    "free of physical ids": Case(
+        IdSpaceError,
+        r"pages takes virtual page ids, not physical page ids",
+        lambda: allocator.free(
+            state(), PhysicalPages(ids=jnp.zeros(1, jnp.int32), sub_pool="latent")
+        ),
+    ),
+    "share of an array": Case(
+        IdSpaceError,
+        r"pages takes virtual page ids, not ArrayImpl without a space",
+        lambda: allocator.share(state(), jnp.zeros(1, jnp.int32)),
+    ),
+    "copy of an array": Case(
+        IdSpaceError,
+        r"pages takes virtual page ids, not ArrayImpl without a space",
+        lambda: allocator.copy_page(state(), jnp.zeros(1, jnp.int32)),
     ),
     "mirror of too many pages": Case(
         BudgetError,

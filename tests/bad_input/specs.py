@@ -51,6 +51,11 @@ def part(name="s", shape=(4,), dtype=FLOAT32):
 
 
 CASES = {
+    "parts that are none": Case(
+        SpecError,
+        r"spec 's': parts=\('a',\) must be Parts",
+        lambda: StateSpec(name="s", num_layers=1, parts=("a",)),
+    ),
     "unknown dtype": Case(
         SpecError,
         r"spec 'kda': 'float7' is no dtype; allowed: float32, bfloat16",

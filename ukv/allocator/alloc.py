@@ -181,7 +181,8 @@ def alloc(
 
     Raises:
       UnknownSubPoolError: A name is no sub-pool's, or not an owner's.
-      SpecError: The two mappings differ, or an int is out of its bounds.
+      SpecError: The two mappings differ, a count is no integer, or an int is out of
+        its bounds.
     """
     if num_pages.keys() != max_pages.keys():
         raise SpecError(
@@ -189,10 +190,13 @@ def alloc(
             "name the same sub-pools in both"
         )
     for name, count in num_pages.items():
-        if isinstance(count, int) and not 0 <= count <= max_pages[name]:
+        is_known = isinstance(count, int)
+        if is_known and not 0 <= count <= max_pages[name]:
             raise SpecError(
                 f"num_pages[{name!r}]={count} must be in [0, {max_pages[name]}]"
             )
+        if not is_known and not jnp.issubdtype(jnp.result_type(count), jnp.integer):
+            raise SpecError(f"num_pages[{name!r}]={count} must be an integer")
     layout = state.layout
     needs = needs_of(layout, num_pages)
     in_bounds = jnp.asarray(True)

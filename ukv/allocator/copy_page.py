@@ -11,7 +11,7 @@ from ukv.allocator.alloc import (
     take_ids,
 )
 from ukv.allocator.error_word import ErrorBit, raise_bit
-from ukv.ids import PhysicalPages, VirtualPages, require_ids
+from ukv.ids import PhysicalPages, VirtualPages, require_ids, virtual_space
 from ukv.implementation import Implementation
 from ukv.pool import PoolState, copy_pages
 
@@ -41,7 +41,7 @@ def copy_page(
       UnknownSubPoolError: The space is no owner's.
     """
     layout = state.layout
-    owner = layout.owner(pages.space)
+    owner = layout.owner(virtual_space(pages, argument="pages"))
     ids = require_ids(pages, VirtualPages, owner=owner.name, argument="pages").ids
     refcounts = state.tables[owner.index].refcounts
     is_page = ids != 0

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int32
 from ukv.allocator.alloc import replace_tables, with_row
 from ukv.allocator.error_word import ErrorBit, raise_bit
 from ukv.errors import SpecError
-from ukv.ids import VirtualPages, require_ids
+from ukv.ids import VirtualPages, require_ids, virtual_space
 from ukv.layout import Placement, SubPoolLayout
 from ukv.pool import HI, HOLES, LIVE, LO, PoolState
 
@@ -129,7 +129,7 @@ def _has_half(
 
 
 def _free(state: PoolState, pages: VirtualPages, *, with_window: bool) -> PoolState:
-    owner = state.layout.owner(pages.space)
+    owner = state.layout.owner(virtual_space(pages, argument="pages"))
     state, ids, is_page = _checked_ids(state, owner, pages)
     state, dies = _drop_holders(state, owner, ids, is_page)
     for sub in state.layout.members(owner)[1:]:
@@ -204,7 +204,7 @@ def share(state: PoolState, pages: VirtualPages) -> PoolState:
     Returns:
       The state. A page that nobody holds sets UNOWNED_ID and stays free.
     """
-    owner = state.layout.owner(pages.space)
+    owner = state.layout.owner(virtual_space(pages, argument="pages"))
     state, ids, is_page = _checked_ids(state, owner, pages)
     is_live = is_page & _has_half(state, owner, ids)
     error = raise_bit(

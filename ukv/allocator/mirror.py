@@ -7,6 +7,7 @@ answer is the device's answer.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 
 import jax
@@ -60,8 +61,10 @@ class PoolMirror:
     def _needs(self, num_pages: Mapping[str, int]) -> np.ndarray:
         needs = np.zeros(len(self.layout.sub_pools), np.int64)
         for name, count in num_pages.items():
-            if count < 0:
-                raise SpecError(f"num_pages[{name!r}]={count} must be 0 or more")
+            if not isinstance(count, numbers.Integral) or count < 0:
+                raise SpecError(
+                    f"num_pages[{name!r}]={count} must be an integer of 0 or more"
+                )
             for sub in self.layout.members(self.layout.owner(name)):
                 needs[sub.index] = count
         return needs

@@ -3,9 +3,8 @@
 import dataclasses
 import itertools as it
 
-import jax.numpy as jnp
-
 from ukv.errors import SpecError
+from ukv.spec.part import require_positive, storage_dtype
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
@@ -61,11 +60,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check the sizes and fill in the buckets."""
-        for name in ("page_size", "max_rows", "max_kv_len", "decode_steps"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name}={getattr(self, name)} must be 1 or more")
-        if self.max_stop_tokens < 0:
-            raise SpecError(f"max_stop_tokens={self.max_stop_tokens} must be 0 or more")
+        names = ("page_size", "max_rows", "max_kv_len", "max_step_tokens")
+        sizes = {name: getattr(self, name) for name in (*names, "decode_steps")}
+        require_positive("EngineConfig", **sizes)
+        most = self.max_stop_tokens
+        if not isinstance(most, int) or most < 0:
+            raise SpecError(f"max_stop_tokens={most!r} must be an integer of 0 or more")
         if self.max_step_tokens <= self.max_rows:
             raise SpecError(
                 f"max_step_tokens={self.max_step_tokens} must be more than "
@@ -73,7 +73,7 @@ class EngineConfig:
             )
         if self.is_unified and self.static_pages is not None:
             raise SpecError("static_pages are for is_unified=False")
-        jnp.dtype(self.dtype)
+        storage_dtype(self.dtype, where="EngineConfig")
         self._fill("decode_buckets", 1, self.max_rows)
         self._fill("prefill_buckets", 64, self.max_step_tokens)
         # One token per row means a decode step, which is another program.
@@ -82,12 +82,18 @@ class EngineConfig:
 
     def _fill(self, name: str, first: int, last: int) -> None:
         sizes = getattr(self, name)
-        sizes = _doubling(first, last) if sizes is None else tuple(sizes)
-        is_ascending = all(a < b for a, b in it.pairwise(sizes))
-        if not sizes or sizes[0] < 1 or sizes[-1] != last or not is_ascending:
+        sizes = _doubling(first, last) if sizes is None else sizes
+        if (
+            not isinstance(sizes, tuple | list)
+            or not all(type(size) is int for size in sizes)
+            or not all(a < b for a, b in it.pairwise((0, *sizes)))
+            or last not in sizes[-1:]
+        ):
             raise SpecError(
-                f"{name}={sizes} must be positive, ascend, and end with {last}"
+                f"{name}={sizes} must be positive integers that ascend and end with "
+                f"{last}"
             )
+        sizes = tuple(sizes)
         object.__setattr__(self, name, sizes)
 
     @property

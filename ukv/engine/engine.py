@@ -141,6 +141,8 @@ class Engine:
         name = f"request-{self._num_requests}" if request_id is None else request_id
         if name in self._sequences:
             raise RequestError(f"request id {name!r} is taken")
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"{prompt=} must be token ids, one prompt a request")
         request = Request(
             request_id=name,
             prompt=tuple(prompt),

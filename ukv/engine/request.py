@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import math
+import numbers
+import operator
 
 
 class RequestError(ValueError):
@@ -16,6 +18,10 @@ def _require(condition: bool, message: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,28 +60,32 @@ class SamplingParams:
         """Check every field."""
         temperature, top_p, min_p = self.temperature, self.top_p, self.min_p
         _require(
-            math.isfinite(temperature) and temperature >= 0,
+            _is_number(temperature) and temperature >= 0,
             f"{temperature=} must be a finite number of 0 or more",
         )
         _require(
             self.top_k is None or (_is_int(self.top_k) and self.top_k >= 1),
-            f"top_k={self.top_k!r} must be 1 or more, or None",
+            f"top_k={self.top_k!r} must be an integer of 1 or more, or None",
         )
-        _require(0 < top_p <= 1, f"{top_p=} must be in (0, 1]")
-        _require(0 <= min_p <= 1, f"{min_p=} must be in [0, 1]")
+        _require(_is_number(top_p) and 0 < top_p <= 1, f"{top_p=} must be in (0, 1]")
+        _require(_is_number(min_p) and 0 <= min_p <= 1, f"{min_p=} must be in [0, 1]")
         _require(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**31),
-            f"seed={self.seed!r} must be in [0, 2^31), or None",
+            f"seed={self.seed!r} must be an integer in [0, 2^31), or None",
         )
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
-            f"max_new_tokens={self.max_new_tokens!r} must be 1 or more",
+            f"max_new_tokens={self.max_new_tokens!r} must be an integer of 1 or more",
         )
         _require(
             self.scores_from is None
             or (_is_int(self.scores_from) and self.scores_from >= 1),
-            f"scores_from={self.scores_from!r} must be 1 or more, or None: the first "
-            "token has nothing before it",
+            f"scores_from={self.scores_from!r} must be an integer of 1 or more, or "
+            "None: the first token has nothing before it",
+        )
+        _require(
+            isinstance(self.stop_token_ids, tuple | list),
+            f"stop_token_ids={self.stop_token_ids!r} must be a tuple",
         )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require(
@@ -102,7 +112,13 @@ class Request:
 
     def __post_init__(self) -> None:
         """Check that there is a prompt."""
-        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        try:
+            prompt = tuple(operator.index(token) for token in self.prompt)
+        except TypeError as error:
+            raise RequestError(
+                f"request {self.request_id!r}: a prompt is token ids, integers: {error}"
+            ) from error
+        object.__setattr__(self, "prompt", prompt)
         _require(bool(self.prompt), f"request {self.request_id!r} has an empty prompt")
 
     @property

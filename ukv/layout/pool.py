@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 from ukv.errors import BudgetError, SpecError, UnknownSubPoolError
@@ -121,8 +122,10 @@ class PoolLayout:
         """
         sub = self.sub_pool(name)
         spec = sub.spec
-        if not 0 <= layer < spec.num_layers:
-            raise SpecError(f"{layer=} of {name!r} must be in [0, {spec.num_layers})")
+        if not isinstance(layer, numbers.Integral) or not 0 <= layer < spec.num_layers:
+            raise SpecError(
+                f"{layer=} of {name!r} must be an integer in [0, {spec.num_layers})"
+            )
         part_names = [p.name for p in spec.parts]
         if part not in part_names:
             raise SpecError(f"{part=} of {name!r} must be one of {part_names}")
@@ -329,9 +332,13 @@ def static_layout(
             f"num_pages has {sorted(num_pages)}, the specs are "
             f"{sorted(spec.name for spec in specs)}: give a count for each"
         )
-    bad = {name: count for name, count in num_pages.items() if count < 1}
+    bad = {
+        name: count
+        for name, count in num_pages.items()
+        if not isinstance(count, numbers.Integral) or count < 1
+    }
     if bad:
-        raise SpecError(f"num_pages={bad} must be 1 or more")
+        raise SpecError(f"num_pages={bad} must be integers of 1 or more")
     grid = [
         num_pages[spec.name] + (owners[index] == index)
         for index, spec in enumerate(specs)

@@ -241,6 +241,8 @@ class StateSpec:
         require_name(self.name)
         require_positive(f"spec {self.name!r}", num_layers=self.num_layers)
         object.__setattr__(self, "parts", tuple(self.parts))
+        if not all(isinstance(part, Part) for part in self.parts):
+            raise SpecError(f"spec {self.name!r}: parts={self.parts} must be Parts")
         names = [part.name for part in self.parts]
         if not names or len(set(names)) != len(names):
             raise SpecError(
