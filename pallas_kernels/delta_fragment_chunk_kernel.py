@@ -38,6 +38,7 @@ from pallas_kernels.delta_fragments import (
     FLAT_TOKENS,
     SHARED_BLOCKS,
     SHARED_COLUMNS,
+    SHARED_LEFTS,
     SHARED_ROWS,
     TOKENS,
     add,
@@ -351,8 +352,8 @@ def delta_fragment_chunk_kernel(
         #     T_10 = -T_1 A_10 T_0    T_ij = -sum T_ik (A_kl T_lj)   k >= 2 > l, j
         inverse = gl.allocate_shared_memory(gl.bfloat16, [C, C], _SWIZZLED)
         rest = gl.allocate_shared_memory(gl.bfloat16, [C, C], _SWIZZLED)
-        inverses = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
-        lefts = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+        inverses = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_LEFTS)
+        lefts = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_LEFTS)
         shared_0 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
         shared_1 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
         A0 *= -row_betas

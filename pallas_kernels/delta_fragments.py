@@ -55,6 +55,15 @@ SHARED_ROWS = gl.constexpr(
         ]
     )
 )
+SHARED_LEFTS = gl.constexpr(
+    gl.SharedLinearLayout(
+        [
+            *([0, 8, 0], [0, 0, 1]),
+            *([0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]),
+            *([0, 0, 8], [1, 0, 0], [2, 0, 0]),
+        ]
+    )
+)
 SHARED_BLOCKS = gl.constexpr(
     gl.SharedLinearLayout(
         [

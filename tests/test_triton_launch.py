@@ -100,6 +100,13 @@ def test_neighbours_form_a_cluster():
     assert "ctapercluster" not in program.hlo_text
 
 
+@requires_h200_compiler
+def test_registers_are_limited():
+    program = compile_for_h200(functools.partial(add, max_registers=64), VECTOR, VECTOR)
+    assert ".maxnreg 64" in program.hlo_text
+    assert ".maxnreg" not in compile_for_h200(add, VECTOR, VECTOR).hlo_text
+
+
 def compiled(kernel, *dtypes, num_warps=4, num_stages=1, **constants):
     key = tuple(sorted(constants.items()))
     return compile_kernel(kernel, dtypes, key, num_warps, num_stages, 90)
