@@ -1,5 +1,9 @@
-"""What assemblers make of the scan in Gluon: nothing waits that need not, or spills."""
+"""The compiled scan in Gluon: nothing waits that need not, and all that must does."""
 
+import functools
+import re
+
+import numpy as np
 import pytest
 
 from pallas_kernels.delta_scan_gluon_kernel import delta_scan_gluon_kernel
@@ -12,6 +16,7 @@ from tests.gpu_assembly import (
     listing,
     touched_while_products_run,
 )
+from tests.gpu_races import races
 from tests.triton_interpreter import IS_INTERPRETING
 
 DTYPES = (
@@ -42,22 +47,25 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("assembler", assemblers())
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_products_overlap_and_nothing_touches_them(program, assembler):
+H, SEGMENT = 32, 2048
+ROW_BYTES = 4 << 20
+
+
+@functools.cache
+def compiled_kernel(program):
     key_dim, value_dim, block_v, dtype, checkpoints = PROGRAMS[program]
     constants = {
-        "H": 32,
+        "H": H,
         "K": key_dim,
         "V": value_dim,
         "BLOCK_V": block_v,
-        "SEGMENT": 2048,
+        "SEGMENT": SEGMENT,
         "CHECKPOINTS": checkpoints,
         "STATE_IS_BF16": dtype == "bfloat16",
-        "ROW_WORDS": 1 << 20,
+        "ROW_WORDS": ROW_BYTES // 4,
         "LAST_ROW": 1 << 16,
     }
-    compiled = compile_kernel(
+    return compile_kernel(
         delta_scan_gluon_kernel,
         DTYPES,
         tuple(sorted(constants.items())),
@@ -65,6 +73,52 @@ def test_products_overlap_and_nothing_touches_them(program, assembler):
         num_stages=1,
         capability=90,
     )
+
+
+def faults(program, *, ptx=None, chunks, first_chunk=0, segment=0, slot=5, cut=0):
+    """Takes the last program of a row through the kernel.
+
+    The row ends with half a chunk, at the end of a million tokens; of their outputs
+    `cut` bytes are missing.
+    """
+    key_dim, value_dim, block_v, _, checkpoints = PROGRAMS[program]
+    compiled = compiled_kernel(program)
+    last_chunk = first_chunk + chunks
+    num_tokens = 1 << 20
+    starts = num_tokens + 32 + 64 * (np.arange(last_chunk) - last_chunk)
+    sizes = np.where(np.arange(last_chunk) < last_chunk - 1, 64, 32)
+    tile_bytes = 2 * 64 * SEGMENT * H
+    int32 = functools.partial(np.asarray, dtype=np.int32)
+    arrays = [
+        2 * key_dim * tile_bytes,
+        value_dim * tile_bytes,
+        key_dim * tile_bytes,
+        64 * tile_bytes,
+        4 * key_dim * SEGMENT * H,
+        int32([*starts, 0]),
+        int32([*sizes, 0]),
+        int32([segment]),
+        int32([first_chunk]),
+        int32([chunks]),
+        int32([slot]),
+        np.zeros(1, np.int8),
+        int32([*range(10, 10 + checkpoints), 0]),
+        int32([*range(checkpoints), 0]),
+        int32([3]),
+        *(0, 0),
+        ((1 << 16) + 1) * ROW_BYTES,
+        2 * num_tokens * H * value_dim - cut,
+    ]
+    last, warps = H * value_dim // block_v - 1, block_v // 16
+    ptx = compiled.ptx if ptx is None else ptx
+    return races(ptx, arrays, last, warps, compiled.shared_bytes)
+
+
+@pytest.mark.parametrize("assembler", assemblers())
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_products_overlap_and_nothing_touches_them(program, assembler):
+    key_dim, _, block_v, _, _ = PROGRAMS[program]
+    compiled = compiled_kernel(program)
     assert compiled.shared_bytes <= SHARED_BYTES.get((key_dim, block_v), 160_000)
     assembled = assemble(compiled.ptx, assemblers()[assembler])
     assert assembled.spilled_bytes == 0
@@ -77,6 +131,55 @@ def test_products_overlap_and_nothing_touches_them(program, assembler):
     assert [x for x in lines if x.startswith(("BRA", "BSYNC", ".L"))] == []
     assert sum(x.startswith("BAR.SYNC") for x in lines) == 2
     assert touched_while_products_run(lines) == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_thread_comes_too_soon(program):
+    for chunks in (0, 1, 2, 3, 5):
+        assert faults(program, chunks=chunks) == []
+    assert faults(program, chunks=2, slot=-1) == []
+    # Of three segments: before the row, its first and its last chunks.
+    for segment in (0, SEGMENT, 2 * SEGMENT):
+        row = {"chunks": 3, "first_chunk": 2 * SEGMENT - 1}
+        assert faults(program, **row, segment=segment) == []
+
+
+@pytest.mark.parametrize("program", ["few rows", "many rows"])
+def test_a_thread_that_comes_too_soon_is_found(program):
+    lines = compiled_kernel(program).ptx.splitlines()
+    waits = re.compile(
+        r"\s*(bar\.sync|cp\.async\.wait|fence\.proxy|wgmma\.wait\S* [01];)"
+    )
+    missed = []
+    for place in [i for i, line in enumerate(lines) if waits.match(line)]:
+        ptx = "\n".join([*lines[:place], *lines[place + 1 :]])
+        # The barrier of an absent slot is only passed there.
+        if not any(faults(program, ptx=ptx, chunks=5, slot=x) for x in (5, -1)):
+            missed.append(lines[place].split())
+    # Between copies to tiles that Triton does not tell apart.
+    assert missed == [["bar.sync", "0;"]]
+
+
+def test_other_faults_of_a_program_are_found():
+    program = "few rows"
+    ptx = compiled_kernel(program).ptx
+    found = faults(program, chunks=1, cut=2)
+    assert {x.split(":")[0] for x in found} == {"outside"}
+    # Without its first copy, and with the first from elsewhere.
+    copy = re.search(
+        r"\s*cp\.async\.cg\S+ \[ (%r\d+) \+ 0 \], \[ (%rd\d+) \+ 0 \].*", ptx
+    )
+    found = faults(program, ptx=ptx.replace(copy[0], ""), chunks=1)
+    assert {x.split(":")[0] for x in found} == {"reads what nobody wrote"}
+    elsewhere = copy[0].replace(f"{copy[2]} + 0", f"{copy[2]} + 8")
+    (found,) = faults(program, ptx=ptx.replace(copy[0], elsewhere), chunks=1)
+    assert found.startswith("not aligned: cp.async")
+    # A product's operand that is rounded between the fence and the product.
+    fence = "wgmma.fence.sync.aligned;"
+    found = faults(program, ptx=ptx.replace(fence, "", 1), chunks=1)
+    assert {x.split(":")[0] for x in found} == {
+        "registers of a product with no fence or wait"
+    }
 
 
 def test_what_touches_running_products_is_found():
