@@ -276,8 +276,11 @@ class TestReadTable:
         state = unified(window_specs(16), WINDOW_PAGES)
         batch = batch_of({"full": [[1, 2]], "state": [1]}, [1], [32])
         translator = KVIndexTranslator(state.layout)
-        with pytest.raises(SpecError, match="must divide page_size=16"):
-            translator.index_table_for_batch(state, "full", batch, entry_page_size=5)
+        for size in (5, 0, -16):
+            with pytest.raises(SpecError, match="must divide page_size=16"):
+                translator.index_table_for_batch(
+                    state, "full", batch, entry_page_size=size
+                )
         # K is 24 and V 16 wide: a token takes several rows, pages stay whole.
         with pytest.raises(SpecError, match="parts of equal width"):
             translator.index_table_for_batch(state, "full", batch, entry_page_size=4)

@@ -27,6 +27,11 @@ def windows():
 
 
 CASES = {
+    "tokens of no request": Case(
+        SpecError,
+        r"num_requests=0 must be 1 or more",
+        lambda: max_tokens(layout(), num_requests=0),
+    ),
     "no specs": Case(
         SpecError,
         r"specs must describe at least one sub-pool",

@@ -38,6 +38,7 @@ def copy_page(
       OUT_OF_PAGES; a source that nobody holds sets UNOWNED_ID.
 
     Raises:
+      IdSpaceError: ``pages`` are no virtual ids.
       UnknownSubPoolError: The space is no owner's.
     """
     layout = state.layout

@@ -154,6 +154,10 @@ def free(state: PoolState, pages: VirtualPages) -> PoolState:
     Returns:
       The state. A page released too often sets DOUBLE_FREE, an id outside the id
       space ID_OUT_OF_RANGE; such lanes change nothing.
+
+    Raises:
+      IdSpaceError: ``pages`` are no virtual ids.
+      UnknownSubPoolError: They are of no owner's space.
     """
     return _free(state, pages, with_window=True)
 
@@ -167,6 +171,10 @@ def free_full(state: PoolState, pages: VirtualPages) -> PoolState:
     Args:
       state: The pool; donate it.
       pages: Virtual ids of any shape.
+
+    Raises:
+      IdSpaceError: ``pages`` are no virtual ids.
+      UnknownSubPoolError: They are of no owner's space.
     """
     return _free(state, pages, with_window=False)
 
@@ -180,7 +188,9 @@ def free_window(state: PoolState, name: str, pages: VirtualPages) -> PoolState:
       pages: Virtual ids of any shape, of the owner's space.
 
     Raises:
+      IdSpaceError: ``pages`` are no virtual ids of the owner.
       SpecError: The sub-pool owns its ids: free its pages with ``free``.
+      UnknownSubPoolError: No sub-pool has that name.
     """
     sub = state.layout.sub_pool(name)
     if sub.owns_ids:
@@ -203,6 +213,10 @@ def share(state: PoolState, pages: VirtualPages) -> PoolState:
 
     Returns:
       The state. A page that nobody holds sets UNOWNED_ID and stays free.
+
+    Raises:
+      IdSpaceError: ``pages`` are no virtual ids.
+      UnknownSubPoolError: They are of no owner's space.
     """
     owner = state.layout.owner(virtual_space(pages, argument="pages"))
     state, ids, is_page = _checked_ids(state, owner, pages)

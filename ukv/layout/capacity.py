@@ -73,7 +73,12 @@ def max_tokens(layout: PoolLayout, *, num_requests: int = 1) -> int:
     """Return the most tokens that ``num_requests`` requests hold together.
 
     Each holds its states and one window, and the tokens lie in full pages.
+
+    Raises:
+      SpecError: No sub-pool keeps every token, or there is no request.
     """
+    if num_requests < 1:
+        raise SpecError(f"{num_requests=} must be 1 or more")
     grows = [sub for sub in layout.sub_pools if sub.spec.grows]
     full = [sub for sub in grows if sub.spec.window is None]
     if not full:

@@ -45,6 +45,9 @@ def entries_to_words(
     Values that already have the storage dtype keep their bits. A value beyond an
     8-bit float becomes its largest, since a plain conversion would store NaN; NaN
     stays NaN. The padding of an entry becomes zero.
+
+    Raises:
+      ValueError: The values do not end in ``view.shape``.
     """
     batch = values.shape[: values.ndim - len(view.shape)]
     if values.shape[len(batch) :] != view.shape:

@@ -213,12 +213,17 @@ class KVIndexTranslator:
 
         Returns:
           ``(state, table)``; a live page that nobody owns sets UNOWNED_ID.
+
+        Raises:
+          SpecError: The sub-pool holds states, or ``entry_page_size`` is no divisor of
+            its page size.
+          UnknownSubPoolError: No sub-pool has that name.
         """
         sub = self._sub_pool(state, name)
         if not sub.spec.grows:
             raise SpecError(f"sub-pool {name!r} holds states: call slots_for")
-        size = entry_page_size or sub.page_size
-        if sub.page_size % size:
+        size = sub.page_size if entry_page_size is None else entry_page_size
+        if size < 1 or sub.page_size % size:
             raise SpecError(
                 f"{entry_page_size=} must divide page_size={sub.page_size} of {name!r}"
             )
@@ -246,6 +251,10 @@ class KVIndexTranslator:
           ``(state, locations)`` with ``[num_tokens]`` entries. Padding has
           ``ABSENT_BLOCK`` and is never written; so has a token without a page, which
           also sets UNOWNED_ID, unless its window half was released on purpose.
+
+        Raises:
+          SpecError: The sub-pool holds states.
+          UnknownSubPoolError: No sub-pool has that name.
         """
         sub = self._sub_pool(state, name)
         if not sub.spec.grows:
