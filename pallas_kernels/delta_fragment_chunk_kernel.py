@@ -236,7 +236,9 @@ def delta_fragment_chunk_kernel(
         to_end.store(exp2(stack(steps) - middle).to(gl.bfloat16))
         first = stack(borders)
         from_first.store(exp2(first).to(gl.bfloat16))
-        to_last.store(exp2(stack((border + total,) * 4) - first - middle))
+        # It multiplies up to 2^116: what is below 2^-126 must not be lost before.
+        end = stack((border + total,) * 4) - first - middle
+        to_last.store(exp2(end + 64.0) * 2.0**-64)
         gl.store(decay_ptr + tile * K + channel, exp2(border + total))
         # Above the diagonal 0.
         step_0 = stack((none, zero, steps[1], steps[1] + steps[2]))
