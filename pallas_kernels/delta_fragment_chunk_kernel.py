@@ -116,13 +116,15 @@ def delta_fragment_chunk_kernel(
     decay_ptr,
     products_ptr,
     H: gl.constexpr,
+    KEY_HEADS: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
     LOWER_BOUND: gl.constexpr,
 ):
     """Writes w and q 2^G as one array, u transposed, k 2^(G_63 - G), 2^G_63 and P."""
     C: gl.constexpr = 64
-    ROW: gl.constexpr = H * K
+    ROW: gl.constexpr = KEY_HEADS * K
+    GATES: gl.constexpr = H * K
     PARTS: gl.constexpr = K // 32
     # With the softplus gate, registers do not reach for all keys: the last part is
     # asked for again. What the assembler spills says so, a test has both gates.
@@ -136,10 +138,10 @@ def delta_fragment_chunk_kernel(
     start = gl.load(starts_ptr + chunk).to(gl.int64)
     if size > 0:
         tile = (place * H + head).to(gl.int64)
-        q_ptr += start * ROW + head * K
-        k_ptr += start * ROW + head * K
+        q_ptr += start * ROW + head // (H // KEY_HEADS) * K
+        k_ptr += start * ROW + head // (H // KEY_HEADS) * K
         v_ptr += start * (H * V) + head * V
-        gate_logits_ptr += start * ROW + head * K
+        gate_logits_ptr += start * GATES + head * K
         beta_logits_ptr += start * H + head
         w_ptr = wq_ptr + tile * (2 * C * K)
         u_ptr += tile * (C * V)
@@ -150,17 +152,17 @@ def delta_fragment_chunk_kernel(
         # one of no decay.
         channel = gl.arange(0, K, gl.SliceLayout(0, _WALK))
         t = gl.arange(0, 16, gl.SliceLayout(1, _WALK))[:, None]
-        logits_ptr = gate_logits_ptr + (t * ROW + channel[None, :])
+        logits_ptr = gate_logits_ptr + (t * GATES + channel[None, :])
         if size == C:
             logits_0 = gl.load(logits_ptr)
-            logits_1 = gl.load(logits_ptr + 16 * ROW)
-            logits_2 = gl.load(logits_ptr + 32 * ROW)
-            logits_3 = gl.load(logits_ptr + 48 * ROW)
+            logits_1 = gl.load(logits_ptr + 16 * GATES)
+            logits_2 = gl.load(logits_ptr + 32 * GATES)
+            logits_3 = gl.load(logits_ptr + 48 * GATES)
         else:
             logits_0 = gl.load(logits_ptr, mask=t < size, other=-1e30)
-            logits_1 = gl.load(logits_ptr + 16 * ROW, mask=t + 16 < size, other=-1e30)
-            logits_2 = gl.load(logits_ptr + 32 * ROW, mask=t + 32 < size, other=-1e30)
-            logits_3 = gl.load(logits_ptr + 48 * ROW, mask=t + 48 < size, other=-1e30)
+            logits_1 = gl.load(logits_ptr + 16 * GATES, mask=t + 16 < size, other=-1e30)
+            logits_2 = gl.load(logits_ptr + 32 * GATES, mask=t + 32 < size, other=-1e30)
+            logits_3 = gl.load(logits_ptr + 48 * GATES, mask=t + 48 < size, other=-1e30)
         logits = (logits_0, logits_1, logits_2, logits_3)
         bias = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32)
         a_log = gl.load(a_log_ptr + head).to(gl.float32)

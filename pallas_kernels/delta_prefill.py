@@ -69,14 +69,12 @@ def _chunk_options(
     dtypes: set[str],
     key_dim: int,
     value_dim: int,
-    key_heads: int,
     *,
     is_gluon: bool,
 ) -> dict[str, typing.Any]:
     """Returns how the kernel is launched that makes chunks independent."""
     if not is_gluon:
-        options = {"KEY_HEADS": key_heads, "PART": min(config.part, key_dim)}
-        return options | {"num_warps": config.chunk_warps}
+        return {"PART": min(config.part, key_dim), "num_warps": config.chunk_warps}
     if key_dim not in (64, 128) or value_dim not in (64, 128):
         raise ValueError(f"{key_dim=} and {value_dim=} must each be 64 or 128 in Gluon")
     if dtypes != {"bfloat16"}:
@@ -191,7 +189,7 @@ def delta_prefill(
         chunk_kernel = typing.cast(triton.JITFunction, delta_fragment_chunk_kernel)
     dtypes = {x.dtype.name for x in (q, k, v)}
     chunk_options = _chunk_options(
-        config, dtypes, key_dim, value_dim, q.shape[1], is_gluon=is_gluon
+        config, dtypes, key_dim, value_dim, is_gluon=is_gluon
     )
     scan_kernel = delta_scan_kernel
     if config.scan == "gluon":
@@ -232,6 +230,7 @@ def delta_prefill(
             outputs=outputs,
             grid=(segment_chunks * heads,),
             H=heads,
+            KEY_HEADS=q.shape[1],
             K=key_dim,
             V=value_dim,
             LOWER_BOUND=lower_bound,

@@ -55,6 +55,7 @@ _INTEGERS = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
+    "neg": np.negative,
     "min": np.minimum,
     "max": np.maximum,
     "mov": np.copy,
@@ -64,7 +65,7 @@ _INTEGERS = {
     "selp": lambda x, y, chosen: np.where(chosen != 0, x, y),
 }
 # What else has nothing but a result, which has no value here.
-_PURE = {"abs", "bfi", "div", "ex2", "fma", "lg2", "lop3", "mma", "neg", "prmt", "rcp"}
+_PURE = {"abs", "bfi", "div", "ex2", "fma", "lg2", "lop3", "mma", "prmt", "rcp"}
 _PURE |= {"rem", "rsqrt", "sqrt", "tanh"}
 
 

@@ -1,6 +1,7 @@
 """Kernels that make chunks of KDA independent, array by array."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -20,6 +21,7 @@ from tests.gpu_assembly import (
     listing,
     touched_while_products_run,
 )
+from tests.gpu_races import races
 from tests.oracles import recurrent as oracle
 from tests.oracles.delta_chunk import kda_chunk
 from tests.recurrent_cases import EPS, KINDS
@@ -69,7 +71,8 @@ class Tokens:
 
     def expected(self, start, size, head):
         part = slice(start, start + size)
-        q, k = (oracle.l2_normalize(x[part, head], eps=EPS) for x in (self.q, self.k))
+        of_keys = part, head // (H // self.k.shape[1])
+        q, k = (oracle.l2_normalize(x[of_keys], eps=EPS) for x in (self.q, self.k))
         gate = self.logits[part], self.a_log, self.dt_bias
         if self.lower_bound is None:
             log_decay = oracle.kda_log_decay(*gate)[:, head]
@@ -86,9 +89,9 @@ class Tokens:
         )
 
 
-def draw(gates, K=128, V=128, lower_bound=None):
+def draw(gates, K=128, V=128, lower_bound=None, key_heads=H):
     rng, n = np.random.default_rng(0), sum(SIZES)
-    shapes = [(n, H, K), (n, H, K), (n, H, V), (n, H, K), (n, H)]
+    shapes = [(n, key_heads, K)] * 2 + [(n, H, V), (n, H, K), (n, H)]
     q, k, v, logits, beta_logits = (
         round_to(rng.standard_normal(shape), "bfloat16") for shape in shapes
     )
@@ -122,10 +125,11 @@ def run(kernel, tokens):
     shapes = [((2 * C, K), jnp.bfloat16), ((V, C), jnp.bfloat16)]
     shapes += [((C, K), jnp.bfloat16), ((K,), jnp.float32), ((C, C), jnp.bfloat16)]
     constants = {"H": H, "K": K, "V": V, "LOWER_BOUND": tokens.lower_bound}
+    constants |= {"KEY_HEADS": tokens.k.shape[1]}
     if not is_gluon:
         shapes += [((rows, K), jnp.float32) for rows in (C, 15)]
         shapes += [((3, C), jnp.float32)]
-        constants |= {"KEY_HEADS": H, "PART": 32}
+        constants |= {"PART": 32}
     wq, u, k, decay, P, *_ = interpreted_launch(
         kernel,
         *(tokens.q, tokens.k, tokens.v, tokens.logits.reshape(-1, H * K)),
@@ -199,6 +203,12 @@ def test_other_widths_match_the_oracle(K, V):
     check(delta_fragment_chunk_kernel, draw("mild", K, V))
 
 
+@in_the_interpreter
+@pytest.mark.parametrize("kernel", [delta_fragment_chunk_kernel, delta_chunk_kernel])
+def test_heads_that_share_keys_match_the_oracle(kernel):
+    check(kernel, draw("mild", 64, 64, key_heads=1))
+
+
 FAULTS = {
     "decay of a block left out": ("steps[1] + steps[2]))", "steps[1]))"),
     "blocks above the diagonal": (
@@ -264,17 +274,61 @@ PROGRAMS = {
 }
 
 
+@functools.cache
+def compiled_kernel(program):
+    K, V, lower_bound = program
+    dtypes = ("bfloat16",) * 5 + ("float32",) * 2 + ("int32",) * 3
+    dtypes += ("bfloat16",) * 3 + ("float32", "bfloat16")
+    constants = {"H": 32, "KEY_HEADS": 32, "K": K, "V": V, "LOWER_BOUND": lower_bound}
+    options = {"num_warps": 4, "num_stages": 1, "capability": 90, "max_registers": 168}
+    key = tuple(sorted(constants.items()))
+    return compile_kernel(delta_fragment_chunk_kernel, dtypes, key, **options)
+
+
+@compiles
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_thread_comes_too_soon(program):
+    compiled = compiled_kernel(program)
+    for size in (0, 1, 37, C):
+        assert faults(program, compiled.ptx, size) == []
+
+
+@compiles
+def test_a_thread_that_comes_too_soon_is_found():
+    program = 128, 128, None
+    lines = compiled_kernel(program).ptx.splitlines()
+    waits = re.compile(r"\s*(bar\.sync|cp\.async\.wait|fence\.proxy|wgmma\.wait)")
+    places = [i for i, line in enumerate(lines) if waits.match(line)]
+    assert len(places) == 6 + 1 + 1 + 4
+    for place in places:
+        ptx = "\n".join([*lines[:place], *lines[place + 1 :]])
+        assert faults(program, ptx, C)
+
+
+def faults(program, ptx, size):
+    """Takes the last program through the kernel, at the end of a million tokens."""
+    K, V, _ = program
+    heads, chunks, tokens = 32, 2048, 1 << 20
+    tiles = heads * chunks
+    starts = np.full(chunks, tokens - size, np.int32)
+    arrays = [
+        *(2 * tokens * heads * K, 2 * tokens * heads * K, 2 * tokens * heads * V),
+        *(2 * tokens * heads * K, 2 * tokens * heads),
+        *(4 * heads, 4 * heads * K),
+        *(starts, np.full(chunks, size, np.int32), np.zeros(1, np.int32)),
+        *(4 * C * K * tiles, 2 * C * V * tiles, 2 * C * K * tiles),
+        *(4 * K * tiles, 2 * C * C * tiles),
+    ]
+    shared_bytes = compiled_kernel(program).shared_bytes
+    return races(ptx, arrays, tiles - 1, 4, shared_bytes)
+
+
 @compiles
 @pytest.mark.parametrize("assembler", assemblers())
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_three_programs_fit_a_multiprocessor(program, assembler):
-    K, V, lower_bound = program
-    dtypes = ("bfloat16",) * 5 + ("float32",) * 2 + ("int32",) * 3
-    dtypes += ("bfloat16",) * 3 + ("float32", "bfloat16")
-    constants = {"H": 32, "K": K, "V": V, "LOWER_BOUND": lower_bound}
-    options = {"num_warps": 4, "num_stages": 1, "capability": 90, "max_registers": 168}
-    key = tuple(sorted(constants.items()))
-    compiled = compile_kernel(delta_fragment_chunk_kernel, dtypes, key, **options)
+    K, V, _ = program
+    compiled = compiled_kernel(program)
     # Of 228 KB, 1 KB of which each program takes for itself.
     assert 3 * (compiled.shared_bytes + 1024) <= 228 * 1024
     assembled = assemble(compiled.ptx, assemblers()[assembler])
