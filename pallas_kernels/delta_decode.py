@@ -119,7 +119,8 @@ def delta_decode(
         slots: first row of each slot. One that does not lie in the pool is absent: its
             row reads and writes nothing and its output is 0.
         is_fresh: whether a row starts from zeros, whatever its slot holds.
-        num_key_heads: heads of q and of k; they divide the heads.
+        num_key_heads: heads of q and of k; they divide the heads, and are as many if
+            there is a decay per key channel.
         state: where the states lie, `[heads, value_dim, key_dim]`.
         window: where the windows lie, `[3, channels]`.
         lower_bound: of the bounded gate; None for the softplus gate.
@@ -130,14 +131,20 @@ def delta_decode(
         The pool or pools, and the outputs in the dtype of `qkv`.
 
     Raises:
-        ValueError: a dimension is no power of two, or the programs that share a
-            window are more than a cluster can hold.
+        ValueError: a dimension is no power of two, heads share keys but have decays
+            per key channel, or the programs that share a window are more than a
+            cluster can hold.
     """
     rows, query_len, _ = qkv.shape
     heads, value_dim, key_dim = state.shape
     for name, dim in (("key_dim", key_dim), ("value_dim", value_dim)):
         if dim < 16 or dim & (dim - 1):
             raise ValueError(f"{name}={dim} must be a power of two, at least 16")
+    is_per_channel = dt_bias.shape[0] != heads
+    if is_per_channel and num_key_heads != heads:
+        raise ValueError(
+            f"{num_key_heads=} must be {heads=}: decays are per head and key channel"
+        )
     values_per_key = heads // num_key_heads * value_dim
     if config is None:
         config = default_config(rows, values_per_key, value_dim, state.dtype)
@@ -193,7 +200,7 @@ def delta_decode(
         STATE_DTYPE=state.dtype,
         WINDOW_DTYPE=window.dtype,
         IS_ONE_POOL=is_one_pool,
-        IS_PER_CHANNEL=dt_bias.shape[0] != heads,
+        IS_PER_CHANNEL=is_per_channel,
         LOWER_BOUND=lower_bound,
         HAS_BIAS=bias is not None,
         IS_SILU=is_silu,

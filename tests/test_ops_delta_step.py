@@ -426,3 +426,29 @@ def test_wrong_use_is_refused():
     gate = kda.gate.replace(lower_bound=0.5)
     with pytest.raises(ValueError, match=r"lower_bound=0\.5 must be below 0"):
         kda.run(kda.put({}, {}), kda.tokens(rng, 1, 1), [1], [True], "xla", gate=gate)
+
+
+def test_the_kernel_refuses_decays_per_channel_where_heads_share_keys():
+    module = pytest.importorskip("pallas_kernels.delta_decode")
+    heads, K, V, rows = 4, 32, 32, 2
+    state = module.PartPlace(
+        row=0, row_words=1024, num_rows=8, dtype="float32", shape=(heads, V, K)
+    )
+    channels = 2 * 2 * K + heads * V
+    with pytest.raises(ValueError, match="num_key_heads=2 must be heads=4"):
+        module.delta_decode(
+            jnp.zeros((8, 1024), jnp.uint32),
+            None,
+            jnp.zeros((rows, 1, channels)),
+            jnp.zeros((rows, 1, heads * K)),
+            jnp.zeros((rows, 1, heads)),
+            jnp.zeros((channels, 4)),
+            None,
+            jnp.zeros(heads),
+            jnp.zeros(heads * K),
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros(rows, jnp.bool_),
+            num_key_heads=2,
+            state=state,
+            window=dataclasses.replace(state, shape=(3, channels)),
+        )
