@@ -32,6 +32,8 @@ from pallas_kernels.triton_launch import launch
 class DeltaPrefillConfig:
     """Tuning of the prefill.
 
+    The kernels in Gluon are for Hopper, compute capability 9.0.
+
     Attributes:
         chunk: kernel that makes chunks of KDA independent. The one in Gluon has
             bfloat16 tokens, keys and values of 64 or 128 channels, and 4 warps.
@@ -56,6 +58,10 @@ class DeltaPrefillConfig:
 
     def __post_init__(self):
         """Checks the ranges."""
+        for name in ("chunk", "scan"):
+            value = getattr(self, name)
+            if value not in ("triton", "gluon"):
+                raise ValueError(f"{name}={value!r} must be 'triton' or 'gluon'")
         for name in ("part", "chunk_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -80,7 +86,7 @@ def _chunk_options(
     if dtypes != {"bfloat16"}:
         raise ValueError(f"{dtypes=} must be bfloat16 in Gluon")
     # So three programs fit a multiprocessor.
-    return {"num_warps": 4, "max_registers": 168}
+    return {"num_warps": 4, "max_registers": 168, "only_capability": 90}
 
 
 def _scan_options(
@@ -102,7 +108,7 @@ def _scan_options(
         raise ValueError(f"{key_dim=} and {block_v=} must each be 64 or 128 in Gluon")
     if dtype != "bfloat16":
         raise ValueError(f"{dtype=} must be bfloat16 in Gluon")
-    return options | {"num_warps": block_v // 16}
+    return options | {"num_warps": block_v // 16, "only_capability": 90}
 
 
 def delta_prefill(

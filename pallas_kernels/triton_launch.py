@@ -175,6 +175,7 @@ def launch(
     num_stages: int = 1,
     cluster_size: int = 1,
     max_registers: int | None = None,
+    only_capability: int | None = None,
     **constants: Constant,
 ) -> list[Array]:
     """Launches a kernel on arrays.
@@ -191,6 +192,8 @@ def launch(
         cluster_size: this many neighbours along x form one cluster of thread blocks,
             whose barriers (`barrier.cluster`) inline assembly may use.
         max_registers: registers of a thread, at most, so that more programs fit.
+        only_capability: the one compute capability that has what the kernel uses, major
+            times 10 plus minor; None if any will do.
         **constants: compile-time constants by name.
 
     Returns:
@@ -201,7 +204,8 @@ def launch(
             has no pointer to a dtype.
         ValueError: the grid is not a whole number of clusters, or an alias joins
             arrays of different shape or dtype.
-        NotImplementedError: the kernel needs a scratch buffer in global memory.
+        NotImplementedError: the kernel needs a scratch buffer in global memory, or,
+            once the program is compiled, another card.
     """
     grid = (*grid, 1, 1)[:3]
     if grid[0] % cluster_size:
@@ -229,6 +233,7 @@ def launch(
         num_stages=num_stages,
         cluster_size=cluster_size,
         max_registers=max_registers,
+        only_capability=only_capability,
         constants=tuple(sorted(constants.items())),
     )
 
@@ -256,8 +261,16 @@ def _lower(
     num_stages,
     cluster_size,
     max_registers,
+    only_capability,
     constants,
 ):
+    capability = compute_capability()
+    if only_capability not in (None, capability):
+        raise NotImplementedError(
+            f"{kernel.fn.__name__} is for cards of compute capability "
+            f"{only_capability / 10}, and this one has {capability / 10}: choose "
+            "another configuration, or leave it to the default"
+        )
     avals = [*ctx.avals_in, *ctx.avals_out]
     compiled = compile_kernel(
         kernel,
@@ -265,7 +278,7 @@ def _lower(
         constants,
         num_warps,
         num_stages,
-        compute_capability(),
+        capability,
         max_registers,
     )
     # Triton's entry points end in two pointers to scratch memory, not used here. They

@@ -495,6 +495,14 @@ def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, m
         )
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["chunk", "scan"])
+def test_a_kernel_that_there_is_not_is_refused(name):
+    module = importlib.import_module("pallas_kernels.delta_prefill")
+    with pytest.raises(ValueError, match=f"{name}='pallas' must be 'triton' or"):
+        module.DeltaPrefillConfig(**{name: "pallas"})
+
+
 def test_what_the_kernel_does_not_cover_is_refused():
     kind, rng = KINDS["kda"], np.random.default_rng(3)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)

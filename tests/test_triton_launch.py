@@ -107,6 +107,14 @@ def test_registers_are_limited():
     assert ".maxnreg" not in compile_for_h200(add, VECTOR, VECTOR).hlo_text
 
 
+@requires_h200_compiler
+def test_a_kernel_for_another_card_is_refused():
+    compile_for_h200(functools.partial(add, only_capability=90), VECTOR, VECTOR)
+    message = "_add_kernel is for cards of compute capability 8.0, and this one has 9.0"
+    with pytest.raises(NotImplementedError, match=message):
+        compile_for_h200(functools.partial(add, only_capability=80), VECTOR, VECTOR)
+
+
 def compiled(kernel, *dtypes, num_warps=4, num_stages=1, **constants):
     key = tuple(sorted(constants.items()))
     return compile_kernel(kernel, dtypes, key, num_warps, num_stages, 90)

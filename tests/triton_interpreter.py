@@ -105,13 +105,14 @@ def interpreted_launch(
     num_stages=None,
     cluster_size=1,
     max_registers=None,
+    only_capability=None,
     **constants,
 ):
     """Stand-in for ``pallas_kernels.triton_launch.launch``, also under ``jax.jit``.
 
     Programs run one after the other, so those of a cluster cannot meet.
     """
-    del num_stages, max_registers
+    del num_stages, max_registers, only_capability
     if cluster_size > 1:
         raise NotImplementedError(f"a cluster of {cluster_size} in the interpreter")
     aliases = {} if aliases is None else aliases
