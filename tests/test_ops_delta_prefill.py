@@ -83,8 +83,11 @@ def interpreter(monkeypatch):
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
 @requires_h200_compiler
-def test_the_kernels_pass_in_the_interpreter():
-    assert_passes_in_the_interpreter(__file__)
+@pytest.mark.parametrize(
+    "which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)]
+)
+def test_the_kernels_pass_in_the_interpreter(which):
+    assert_passes_in_the_interpreter(__file__, "-m", f"triton and {which}")
 
 
 def check(actual, truth, num_tokens, *, head_axis, sizes=None):
@@ -155,17 +158,19 @@ def draw_tokens(kind, rng, length, gates="mild"):
     return tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("gates", "implementation"),
-    [
-        *((gates, "xla") for gates in GATES),
-        *(pytest.param(gates, "triton", marks=on_a_gpu) for gates in GATES),
-        *(pytest.param(gates, "gluon", marks=on_a_gpu) for gates in GATES),
-        pytest.param("mild", "gluon-chunk", marks=on_a_gpu),
-        pytest.param("mild", "gluon-scan", marks=on_a_gpu),
-    ],
-)
+def packed_cases():
+    """Every kind, gate and implementation; what those marked slow show, others do."""
+    ways = [*itertools.product(GATES, ["xla", "triton", "gluon"])]
+    ways += [("mild", "gluon-chunk"), ("mild", "gluon-scan")]
+    for kind, (gates, name) in itertools.product(KINDS, ways):
+        marks = on_a_gpu if name != "xla" else ()
+        is_long = kind == "kda-128" and name in ("triton", "gluon-scan")
+        if is_long and gates != "mixed":
+            marks = (*marks, pytest.mark.slow)
+        yield pytest.param(kind, gates, name, marks=marks, id=f"{gates}-{name}-{kind}")
+
+
+@pytest.mark.parametrize(("kind", "gates", "implementation"), [*packed_cases()])
 def test_packed_rows_match_the_oracle(kind, gates, implementation):
     kind, rng = KINDS[kind], np.random.default_rng(0)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
@@ -284,7 +289,12 @@ def test_splits_on_the_grid_change_no_bit(kind, implementation):
 @pytest.mark.gpu
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("scan", "block_v"), [("triton", 64), ("gluon", 64), ("gluon", 128)]
+    ("scan", "block_v"),
+    [
+        ("gluon", 64),
+        pytest.param("gluon", 128, marks=pytest.mark.slow),
+        pytest.param("triton", 64, marks=pytest.mark.slow),
+    ],
 )
 def test_segments_change_no_bit(scan, block_v):
     # Rows of more chunks than are loaded ahead, which begin and end inside of segments.
