@@ -20,6 +20,11 @@ import jax
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
 
+ASKED_FOR = frozenset(
+    {("gqa_decode", "triton"), ("mla_decode", "mosaic_gpu"), ("mla_decode", "triton")}
+)
+"""Ops and implementations whose kernels call `tuned_config`; others have a default."""
+
 
 def tuned_path(device_kind: str) -> pathlib.Path:
     """Return the file of a device kind, such as ``NVIDIA H200``."""

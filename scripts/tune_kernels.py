@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from pallas_kernels.tuning import tuned_path
+from pallas_kernels.tuning import ASKED_FOR, tuned_path
 from scripts import benchmarking
 from scripts.benchmarking import Result
 from scripts.kernel_benches.case import (
@@ -159,6 +159,18 @@ def worth_keeping(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry for entry in of_call.values() if name(entry) in gains]
 
 
+def asked_for(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries that a kernel would read, and say which ops have none."""
+    pairs = {(entry["op"], entry["implementation"]) for entry in found}
+    for op, implementation in sorted(pairs - ASKED_FOR):
+        print(
+            f"not written: {op} on {implementation} reads no table; what is better for "
+            "it is a change of its default",
+            file=sys.stderr,
+        )
+    return [e for e in found if (e["op"], e["implementation"]) in ASKED_FOR]
+
+
 def merge(path: pathlib.Path, device: str, found: list[dict[str, Any]]) -> None:
     """Put entries into a device's table, in place of those of the same shape."""
     table = {"device": device, "entries": []}
@@ -223,7 +235,7 @@ def main() -> None:
             print(json.dumps(entry), flush=True)
     gains = sum(bool(entry["config"]) for entry in found)
     print(f"{gains} of {len(work)} are better off without the default")
-    kept = worth_keeping(found)
+    kept = asked_for(worth_keeping(found))
     if kept and not arguments.dry_run:
         path = arguments.out or tuned_path(facts["device"])
         merge(path, facts["device"], kept)

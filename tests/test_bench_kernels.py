@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -375,6 +376,20 @@ def test_tuning_keeps_the_default_of_other_batches():
     found += [entry(8, 1, width=4), entry(8, 16, width=4)]
     kept = tune_kernels.worth_keeping(found)
     assert kept == [entry(8, 1), entry(8, 64), entry(8, 16, width=4)]
+
+
+def test_tuning_writes_nothing_that_no_kernel_reads(capsys):
+    names = ("op", "implementation")
+    pairs = [("kda_prefill", "triton"), *sorted(tuning.ASKED_FOR)]
+    found = [dict(zip(names, pair, strict=True)) for pair in pairs]
+    assert tune_kernels.asked_for(found) == found[1:]
+    assert "kda_prefill on triton reads no table" in capsys.readouterr().err
+    asking = {
+        (call[0], call[1])
+        for path in tuning.TUNED.parent.rglob("*.py")
+        for call in re.findall(r'tuned_config\(\s*"(\w+)", "(\w+)"', path.read_text())
+    }
+    assert asking == tuning.ASKED_FOR
 
 
 def test_a_gain_that_is_not_seen_twice_is_none(monkeypatch):
