@@ -18,6 +18,7 @@ import triton
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from pallas_kernels.card import is_hopper
 from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
 from pallas_kernels.delta_fragment_chunk_kernel import delta_fragment_chunk_kernel
 from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
@@ -26,6 +27,8 @@ from pallas_kernels.delta_scan_kernel import delta_scan_kernel
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
 from pallas_kernels.triton_launch import launch
+
+_LANGUAGES = ("triton", "gluon")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,8 @@ class DeltaPrefillConfig:
 
     Attributes:
         chunk: kernel that makes chunks of KDA independent. The one in Gluon has
-            bfloat16 tokens, keys and values of 64 or 128 channels, and 4 warps.
+            bfloat16 tokens, keys and values of 64 or 128 channels, and 4 warps; None
+            takes it where it has the sizes, the dtypes and the card.
         part: key channels that the other kernels of a chunk hold in registers at a
             time.
         chunk_warps: warps of a program of theirs.
@@ -48,7 +52,7 @@ class DeltaPrefillConfig:
             rounded if it is stored in bfloat16.
     """
 
-    chunk: typing.Literal["triton", "gluon"] = "triton"
+    chunk: typing.Literal["triton", "gluon"] | None = None
     part: int = 32
     chunk_warps: int = 4
     scan: typing.Literal["triton", "gluon"] = "triton"
@@ -58,10 +62,10 @@ class DeltaPrefillConfig:
 
     def __post_init__(self):
         """Checks the ranges."""
-        for name in ("chunk", "scan"):
+        for name, allowed in (("chunk", (*_LANGUAGES, None)), ("scan", _LANGUAGES)):
             value = getattr(self, name)
-            if value not in ("triton", "gluon"):
-                raise ValueError(f"{name}={value!r} must be 'triton' or 'gluon'")
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} must be one of {allowed}")
         for name in ("part", "chunk_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -70,21 +74,19 @@ class DeltaPrefillConfig:
             raise ValueError(f"{self.segment=} must be at least 1")
 
 
+def _missing_in_gluon(dtypes: set[str], key_dim: int, value_dim: int) -> str:
+    """Says what the kernel in Gluon that makes chunks independent lacks, or ""."""
+    if key_dim not in (64, 128) or value_dim not in (64, 128):
+        return f"{key_dim=} and {value_dim=} must each be 64 or 128 in Gluon"
+    return "" if dtypes == {"bfloat16"} else f"{dtypes=} must be bfloat16 in Gluon"
+
+
 def _chunk_options(
-    config: DeltaPrefillConfig,
-    dtypes: set[str],
-    key_dim: int,
-    value_dim: int,
-    *,
-    is_gluon: bool,
+    config: DeltaPrefillConfig, key_dim: int, *, is_gluon: bool
 ) -> dict[str, typing.Any]:
     """Returns how the kernel is launched that makes chunks independent."""
     if not is_gluon:
         return {"PART": min(config.part, key_dim), "num_warps": config.chunk_warps}
-    if key_dim not in (64, 128) or value_dim not in (64, 128):
-        raise ValueError(f"{key_dim=} and {value_dim=} must each be 64 or 128 in Gluon")
-    if dtypes != {"bfloat16"}:
-        raise ValueError(f"{dtypes=} must be bfloat16 in Gluon")
     # So three programs fit a multiprocessor.
     return {"num_warps": 4, "max_registers": 168, "only_capability": 90}
 
@@ -190,13 +192,16 @@ def delta_prefill(
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
     chunk_kernel = delta_chunk_kernel if is_per_channel else delta_head_chunk_kernel
-    is_gluon = is_per_channel and config.chunk == "gluon"
+    missing = _missing_in_gluon({x.dtype.name for x in (q, k, v)}, key_dim, value_dim)
+    chosen = config.chunk
+    if chosen is None:
+        chosen = "triton" if missing or not is_hopper() else "gluon"
+    is_gluon = is_per_channel and chosen == "gluon"
     if is_gluon:
+        if missing:
+            raise ValueError(missing)
         chunk_kernel = typing.cast(triton.JITFunction, delta_fragment_chunk_kernel)
-    dtypes = {x.dtype.name for x in (q, k, v)}
-    chunk_options = _chunk_options(
-        config, dtypes, key_dim, value_dim, is_gluon=is_gluon
-    )
+    chunk_options = _chunk_options(config, key_dim, is_gluon=is_gluon)
     scan_kernel = delta_scan_kernel
     if config.scan == "gluon":
         scan_kernel = typing.cast(triton.JITFunction, delta_scan_gluon_kernel)

@@ -49,10 +49,11 @@ by_implementation = pytest.mark.parametrize(
     "implementation",
     ["xla", *(pytest.param(name, marks=on_a_gpu) for name in ("triton", "gluon"))],
 )
-IN_GLUON = {
-    "gluon": ("chunk", "scan"),
-    "gluon-chunk": ("chunk",),
-    "gluon-scan": ("scan",),
+KERNELS = {
+    "triton": {"chunk": "triton", "scan": "triton"},
+    "gluon": {"chunk": "gluon", "scan": "gluon"},
+    "gluon-chunk": {"chunk": "gluon", "scan": "triton"},
+    "gluon-scan": {"chunk": "triton", "scan": "gluon"},
 }
 MAX_TOKENS, MAX_ROWS = 416, 6
 
@@ -110,10 +111,12 @@ def check(actual, truth, num_tokens, *, head_axis, sizes=None):
 def run(kind, pool, gate, buffers, rows, implementation, checkpoints=None):
     """Prefill rows of (tokens, slot, is_fresh); everything else is NaN.
 
-    The implementations in Gluon are the Triton one with other kernels.
+    Implementations but XLA's are the Triton one: with these kernels, or, if there are
+    none of the name in `KERNELS`, with those of the kind.
     """
-    if implementation in IN_GLUON:
-        kind = configured(kind, **dict.fromkeys(IN_GLUON[implementation], "gluon"))
+    if implementation in KERNELS:
+        kind = configured(kind, **KERNELS[implementation])
+    if implementation != "xla":
         implementation = "triton"
     lens = [len(tokens["v"]) for tokens, _, _ in rows]
     bounds = np.cumsum([0, *lens, *[0] * (MAX_ROWS - len(rows))])
@@ -314,7 +317,7 @@ def test_segments_change_no_bit(scan, block_v):
             gate,
             pool.put({7: start}),
             rows,
-            "triton",
+            "configured",
             checkpoints=(slots, lens),
         )
         found.append([*outs[:2], *(pool.get(after, s) for s in (7, 2, 3, 4, 5))])
@@ -472,16 +475,8 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
     assert program.top_thunks == ["kCommandBuffer"]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "config", "message"),
-    [
-        ({}, "bfloat16", {"scan": "gluon", "block_v": 32}, "block_v=32 must each be"),
-        ({"K": 32}, "bfloat16", {"chunk": "gluon"}, "key_dim=32 and .* must each be"),
-        ({"V": 256}, "bfloat16", {"chunk": "gluon"}, "value_dim=256 must each be 64"),
-        ({}, "float32", {"chunk": "gluon"}, "'float32'} must be bfloat16"),
-    ],
-)
-def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, message):
+def traced_kernels(sizes, dtype, config):
+    """The names of the kernels of a prefill of 3 tokens with such a configuration."""
     module = importlib.import_module("pallas_kernels.delta_prefill")
     kind, rng = dataclasses.replace(KINDS["kda"], **sizes), np.random.default_rng(3)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
@@ -493,7 +488,14 @@ def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, m
         state=place_of(pool.view),
         config=module.DeltaPrefillConfig(**config),
     )
-    with pytest.raises(ValueError, match=message):
+    names = []
+
+    def launch(kernel, *_, outputs, **options):
+        del options
+        names.append(kernel.fn.__name__)
+        return [jnp.zeros(out.shape, out.dtype) for out in outputs]
+
+    with mock.patch.object(module, "launch", launch):
         jax.eval_shape(
             prefill,
             buffer,
@@ -503,13 +505,46 @@ def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, m
             slots=jnp.zeros(1, jnp.int32),
             is_fresh=jnp.ones(1, bool),
         )
+    return names
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "config", "message"),
+    [
+        ({}, "bfloat16", {"scan": "gluon", "block_v": 32}, "block_v=32 must each be"),
+        ({"K": 32}, "bfloat16", {"chunk": "gluon"}, "key_dim=32 and .* must each be"),
+        ({"V": 256}, "bfloat16", {"chunk": "gluon"}, "value_dim=256 must each be 64"),
+        ({}, "float32", {"chunk": "gluon"}, "'float32'} must be bfloat16"),
+    ],
+)
+def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, message):
+    with pytest.raises(ValueError, match=message):
+        traced_kernels(sizes, dtype, config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "is_hopper", "name"),
+    [
+        ({}, "bfloat16", True, "delta_fragment_chunk_kernel"),
+        ({"K": 128}, "bfloat16", True, "delta_fragment_chunk_kernel"),
+        ({}, "bfloat16", False, "delta_chunk_kernel"),
+        ({"K": 32}, "bfloat16", True, "delta_chunk_kernel"),
+        ({"V": 256}, "bfloat16", True, "delta_chunk_kernel"),
+        ({}, "float32", True, "delta_chunk_kernel"),
+    ],
+)
+def test_the_default_kernel_has_the_card_the_sizes_and_the_dtype(
+    sizes, dtype, is_hopper, name
+):
+    with mock.patch("pallas_kernels.delta_prefill.is_hopper", return_value=is_hopper):
+        assert traced_kernels(sizes, dtype, {}) == [name, "delta_scan_kernel"]
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["chunk", "scan"])
 def test_a_kernel_that_there_is_not_is_refused(name):
     module = importlib.import_module("pallas_kernels.delta_prefill")
-    with pytest.raises(ValueError, match=f"{name}='pallas' must be 'triton' or"):
+    with pytest.raises(ValueError, match=f"{name}='pallas' must be one of"):
         module.DeltaPrefillConfig(**{name: "pallas"})
 
 

@@ -374,7 +374,7 @@ def _configs(kind: str) -> dict[Implementation, tuple[Any, ...]]:
     scans = ({"scan": "gluon"}, {"scan": "gluon", "block_v": 64})
     configs = [make(**scan) for scan in scans]
     if kind == "kda":
-        configs += [make(chunk="gluon", **scan) for scan in ({}, *scans)]
+        configs.append(make(chunk="triton"))
     return {"triton": tuple(configs)}
 
 
