@@ -26,45 +26,51 @@ import typing
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from pallas_kernels.delta_fragments import (
     BLOCKS,
     FLAT_TOKENS,
-    SHARED_BLOCKS,
     SHARED_COLUMNS,
-    SHARED_LEFTS,
     SHARED_ROWS,
+    SWIZZLED,
     TOKENS,
+    WIDE_LEFT,
+    WIDE_TOKENS,
     add,
+    block_places,
     exp2,
     gate,
     gate_scale,
-    invert_blocks,
+    invert,
     last,
-    multiply_blocks,
     multiply_tokens,
+    norms,
+    of_block,
+    of_rows,
+    own_warps,
     reciprocal,
     rounded,
     rows_to_mma_order,
+    side_by_side,
     stack,
-    stack_columns,
     stack_rows,
+    start_u,
+    start_values,
+    start_w,
+    store_rows,
     times,
     to_mma_order,
+    token_places,
 )
 
 # A thread has a channel of 16 tokens.
 _WALK = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _FACTORS = gl.constexpr(gl.SliceLayout(1, TOKENS.value))
-_WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -76,25 +82,12 @@ def _factors(table, n):
 
 @gluon.jit
 @typing.no_type_check
-def _of_block(blocks, b, layout):
-    """One of 4 blocks, for every warp."""
-    found = blocks.slice(b, 1, 0).load(layout)
-    return found.broadcast_to([4, found.shape[1], found.shape[2]])
-
-
-@gluon.jit
-@typing.no_type_check
 def _start_product(inverse, rest, keys, values, n: gl.constexpr, K: gl.constexpr):
     """64 columns of w, then 64 rows of u."""
-    acc = gl.zeros([64, 64], gl.float32, _WIDE)
     if n < K // 64:
-        acc = warpgroup_mma(rest, keys[n], acc, use_acc=False, is_async=True)
-        return warpgroup_mma(inverse, keys[n], acc, is_async=True)
+        return start_w(inverse, rest, keys[n])
     else:
-        v = values.slice(64 * n - K, 64, 1).permute([1, 0])
-        rest = rest.permute([1, 0])
-        acc = warpgroup_mma(v, rest, acc, use_acc=False, is_async=True)
-        return warpgroup_mma(v, inverse.permute([1, 0]), acc, is_async=True)
+        return start_u(inverse, rest, values, 64 * n - K)
 
 
 @gluon.jit
@@ -168,13 +161,7 @@ def delta_fragment_chunk_kernel(
         a_log = gl.load(a_log_ptr + head).to(gl.float32)
         token = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
         beta = gl.load(beta_logits_ptr + gl.minimum(token, size - 1) * H)
-        block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))
-        row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
-        row = 16 * block[:, None] + row[None, :]
-        key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))
-        at = row[:, :, None] * K + key[None, None, :]
-        # Past the last token it is repeated: beta is 0.
-        from_at = gl.minimum(row, size - 1)[:, :, None] * ROW + key[None, None, :]
+        at, from_at = token_places(size, K, ROW)
         keys = ()
         queries = ()
         for n in gl.static_range(PARTS):
@@ -250,21 +237,8 @@ def delta_fragment_chunk_kernel(
         betas.store(gl.where(token < size, beta, 0.0))
 
         zeros = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
-        i = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
-        r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
-        r = r[None, :, None]
-        c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
-        c = c[None, None, :]
-        kk = zeros
-        qq = zeros
-        for n in gl.static_range(PARTS):
-            kk = multiply_tokens(keys[n], keys[n], kk)
-            qq = multiply_tokens(queries[n], queries[n], qq)
-        kk = gl.rsqrt(gl.sum(gl.where(r == c, kk, 0.0), 2) + 1e-6)
-        qq = gl.rsqrt(gl.sum(gl.where(r == c, qq, 0.0), 2) + 1e-6) * (K**-0.5)
-        ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
-        kk = gl.convert_layout(kk, ROWS, assert_trivial=True)[:, :, None]
-        qq = gl.convert_layout(qq, ROWS, assert_trivial=True)[:, :, None]
+        i, r, c = block_places()
+        kk, qq = norms(keys, queries, r, c, K**-0.5)
 
         own_k = zeros
         own_q = zeros
@@ -293,17 +267,10 @@ def delta_fragment_chunk_kernel(
         # From here on its memory is that of the values, which are asked for now, and
         # of the keys that the inverse multiplies.
         gl.thread_barrier()
-        values = gl.allocate_shared_memory(gl.bfloat16, [C, V], _SWIZZLED)
         from_start = ()
         for _ in gl.static_range(K // 64):
-            from_start += (gl.allocate_shared_memory(gl.bfloat16, [C, 64], _SWIZZLED),)
-        COPY: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [256 // V, V // 8], [4, 1], [1, 0]
-        )
-        row = gl.minimum(gl.arange(0, C, gl.SliceLayout(1, COPY)), size - 1)[:, None]
-        value = gl.arange(0, V, gl.SliceLayout(0, COPY))[None, :]
-        async_copy.async_copy_global_to_shared(values, v_ptr + (row * (H * V) + value))
-        async_copy.commit_group()
+            from_start += (gl.allocate_shared_memory(gl.bfloat16, [C, 64], SWIZZLED),)
+        values = start_values(v_ptr, size, V, H * V)
 
         A0 = zeros
         A1 = zeros
@@ -314,85 +281,35 @@ def delta_fragment_chunk_kernel(
         for n in gl.static_range(PARTS):
             k = key_rows[n]
             q = query_rows[n].load(TOKENS)
-            c0 = times(_of_block(columns[n], 0, TOKENS), _factors(after_0, n))
-            c1 = times(_of_block(columns[n], 1, TOKENS), _factors(after_1, n))
-            c2 = _of_block(columns[n], 2, TOKENS)
+            c0 = times(of_block(columns[n], 0, TOKENS), _factors(after_0, n))
+            c1 = times(of_block(columns[n], 1, TOKENS), _factors(after_1, n))
+            c2 = of_block(columns[n], 2, TOKENS)
             A0 = multiply_tokens(k, c0, A0)
             P0 = multiply_tokens(q, c0, P0)
             A1 = multiply_tokens(k, c1, A1)
             P1 = multiply_tokens(q, c1, P1)
             A2 = multiply_tokens(k, c2, A2)
             P2 = multiply_tokens(q, c2, P2)
-            k = to_mma_order(times(k, _factors(from_first, n)))
+            k = times(k, _factors(from_first, n))
             if n % 2 == 0:
                 half = k
             else:
-                k = gl.permute(gl.join(half, k), [0, 1, 3, 2])
-                from_start[n // 2].store(gl.reshape(k, [C, 64]))
-        # Of one warp each.
-        is_0 = gl.where(i == 0, 1.0, 0.0)
-        is_1 = gl.where(i == 1, 1.0, 0.0)
-        is_2 = gl.where(i == 2, 1.0, 0.0)
-        is_3 = gl.where(i == 3, 1.0, 0.0)
+                from_start[n // 2].store(side_by_side(half, k))
+        warps = own_warps(i)
         is_element = (r >= 0) & (c >= 0)
         to_ptr = products_ptr + ((16 * i + r) * C + c)
         gl.store(to_ptr + 16 * i, rounded(gl.where(r >= c, own_q, 0.0)))
         gl.store(to_ptr, rounded(P0), mask=(i != 0) & is_element)
         gl.store(to_ptr + 16, rounded(P1), mask=(i != 1) & is_element)
-        gl.store(to_ptr + 32, rounded(P2 * is_3), mask=(i != 2) & is_element)
+        gl.store(to_ptr + 32, rounded(P2 * warps[3]), mask=(i != 2) & is_element)
         gl.store(to_ptr + 48, zeros.to(gl.bfloat16), mask=(i != 3) & is_element)
 
-        row_betas = gl.reshape(
-            betas.load(gl.SliceLayout(1, gl.DotOperandLayout(0, _WIDE, 2))), [4, 16]
-        )
-        row_betas = gl.convert_layout(
-            row_betas, gl.SliceLayout(2, BLOCKS), assert_trivial=True
-        )[:, :, None]
-        T, transposed = invert_blocks(own_k * row_betas, r, c)
-
-        # Of A and T with blocks A_ij and T_ij, each warp has row i. Blocks 0 and 1
-        # make a half, and 2 and 3, and then the halves the whole:
-        #
-        #     T_10 = -T_1 A_10 T_0    T_ij = -sum T_ik (A_kl T_lj)   k >= 2 > l, j
-        inverse = gl.allocate_shared_memory(gl.bfloat16, [C, C], _SWIZZLED)
-        rest = gl.allocate_shared_memory(gl.bfloat16, [C, C], _SWIZZLED)
-        inverses = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_LEFTS)
-        lefts = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_LEFTS)
-        shared_0 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
-        shared_1 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
-        A0 *= -row_betas
-        A1 *= -row_betas
-        A2 *= -row_betas * is_3
-        inverses.store(transposed)
-        shared_0.store(A0)
-        shared_1.store(A1)
-        T0 = _of_block(inverses, 0, BLOCKS)
-        even = T0 * is_1 + _of_block(inverses, 2, BLOCKS) * is_3
-        left = multiply_blocks(even, A0 * is_1 + A2, zeros)
-        lefts.store(multiply_blocks(left, T, zeros))
-        left = multiply_blocks(T, left, zeros) * is_3
-        async_copy.wait_group(0)
-        T1 = _of_block(inverses, 1, BLOCKS)
-        T10 = _of_block(lefts, 1, BLOCKS)
-        A20 = _of_block(shared_0, 2, BLOCKS)
-        A21 = _of_block(shared_1, 2, BLOCKS)
-        of_2 = multiply_blocks(T0, A20, multiply_blocks(T10, A21, zeros))
-        of_i = multiply_blocks(T0, A0, multiply_blocks(T10, A1, zeros))
-        acc = multiply_blocks(left, of_2, T * is_0)
-        column_0 = multiply_blocks(T, of_i, acc)
-        of_2 = multiply_blocks(T1, A21, zeros)
-        of_i = multiply_blocks(T1, A1, zeros)
-        acc = multiply_blocks(left, of_2, T * is_1)
-        column_1 = multiply_blocks(T, of_i, acc)
-        T = stack_columns((column_0, column_1, T * is_2 + left, T * is_3))
-
-        # Two numbers for one: where keys repeat, its errors would add up in w.
-        LEFT: gl.constexpr = gl.DotOperandLayout(0, _WIDE, 2)
-        T = gl.convert_layout(T, LEFT, assert_trivial=True)
-        T *= betas.load(gl.SliceLayout(0, LEFT))[None, :]
-        high = rounded(T)
-        inverse.store(rows_to_mma_order(high))
-        rest.store(rows_to_mma_order(rounded(T - high.to(gl.float32))))
+        row_betas = of_rows(betas, BLOCKS)
+        inverse = gl.allocate_shared_memory(gl.bfloat16, [C, C], SWIZZLED)
+        rest = gl.allocate_shared_memory(gl.bfloat16, [C, C], SWIZZLED)
+        T = invert(own_k * row_betas, A0, A1, A2, row_betas, warps, r, c)
+        T *= betas.load(gl.SliceLayout(0, WIDE_LEFT))[None, :]
+        store_rows(T, inverse, rest)
         fence_async_shared()
         gl.thread_barrier()
         # Rows and columns come in the order of the tensor core, in which a lane has 8
@@ -404,17 +321,10 @@ def delta_fragment_chunk_kernel(
             [],
             [C, 64],
         )
-        U: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
-            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]],
-            [],
-            [64, C],
-        )
         row = gl.arange(0, C, gl.SliceLayout(1, W))[:, None]
         w_at = row * K + gl.arange(0, 64, gl.SliceLayout(0, W))[None, :]
-        row = gl.arange(0, 64, gl.SliceLayout(1, U))[:, None]
-        u_at = row * C + gl.arange(0, C, gl.SliceLayout(0, U))[None, :]
+        row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_TOKENS))[:, None]
+        u_at = row * C + gl.arange(0, C, gl.SliceLayout(0, WIDE_TOKENS))[None, :]
         PRODUCTS: gl.constexpr = (K + V) // 64
         now = _start_product(inverse, rest, from_start, values, 0, K)
         after = _start_product(inverse, rest, from_start, values, 1, K)
@@ -429,5 +339,5 @@ def delta_fragment_chunk_kernel(
                 done = gl.convert_layout(done, W, assert_trivial=True)
                 gl.store(w_ptr + 64 * n + w_at, done)
             else:
-                done = gl.convert_layout(done, U, assert_trivial=True)
+                done = gl.convert_layout(done, WIDE_TOKENS, assert_trivial=True)
                 gl.store(u_ptr + (64 * n - K) * C + u_at, done)

@@ -1,4 +1,4 @@
-"""Device functions in Gluon for `pallas_kernels.delta_fragment_chunk_kernel`.
+"""Device functions in Gluon for the kernels that make chunks independent.
 
 Each of 4 warps has a block of 16 tokens. Of rows `g` and `g + 8` of it, lane `4 g + c`
 has channels `8 c` to `8 c + 7` of every 32: so they are loaded, 16 bytes at a time, and
@@ -12,7 +12,8 @@ import typing
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 # Products of 16 x 16, one to a warp.
 BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
@@ -35,6 +36,20 @@ FLAT_TOKENS = gl.constexpr(
         [64, 32],
     )
 )
+# A warpgroup's product of 64 x 64, its left operand, and 64 x 64 in the order of its
+# columns; shared memory that it reads.
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+WIDE_LEFT = gl.constexpr(gl.DotOperandLayout(0, WIDE.value, 2))
+WIDE_TOKENS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # Shared memory where the 16 bytes of neighbouring lanes are neighbours: as loaded, in
 # the order of a left operand, and those of an accumulator.
 SHARED_COLUMNS = gl.constexpr(
@@ -193,6 +208,61 @@ def rows_to_mma_order(x):
 
 @gluon.jit
 @typing.no_type_check
+def side_by_side(x, y):
+    """Two parts of 32 channels, layout `TOKENS`, as `[64, 64]` in mma order."""
+    x = gl.permute(gl.join(to_mma_order(x), to_mma_order(y)), [0, 1, 3, 2])
+    return gl.reshape(x, [64, 64])
+
+
+@gluon.jit
+@typing.no_type_check
+def token_places(size, K: gl.constexpr, ROW: gl.constexpr):
+    """Places of 32 channels, layout `TOKENS`: in an array of ours, and of the tokens.
+
+    Past the last of `size` tokens it is repeated.
+    """
+    block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
+    row = 16 * block[:, None] + row[None, :]
+    key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))
+    at = row[:, :, None] * K + key[None, None, :]
+    return at, gl.minimum(row, size - 1)[:, :, None] * ROW + key[None, None, :]
+
+
+@gluon.jit
+@typing.no_type_check
+def start_values(v_ptr, size, V: gl.constexpr, ROW: gl.constexpr):
+    """Starts to copy values to shared memory, `[64, V]`. The last one is repeated."""
+    values = gl.allocate_shared_memory(gl.bfloat16, [64, V], SWIZZLED)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
+    row = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, COPY)), size - 1)[:, None]
+    value = gl.arange(0, V, gl.SliceLayout(0, COPY))[None, :]
+    async_copy.async_copy_global_to_shared(values, v_ptr + (row * ROW + value))
+    async_copy.commit_group()
+    return values
+
+
+@gluon.jit
+@typing.no_type_check
+def of_rows(shared, LAYOUT: gl.constexpr):
+    """A number for each of 64 tokens, `[4, 16, 1]` for blocks of this layout."""
+    x = gl.reshape(shared.load(gl.SliceLayout(1, WIDE)), [4, 16])
+    x = gl.convert_layout(x, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    return x[:, :, None]
+
+
+@gluon.jit
+@typing.no_type_check
+def block_places():
+    """Which block, row and column it is that an element of `BLOCKS` has."""
+    i = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
+    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
+    return i, r[None, :, None], c[None, None, :]
+
+
+@gluon.jit
+@typing.no_type_check
 def multiply_tokens(x, y, acc):
     """Returns x y^T + acc of blocks, x and y in the layout `TOKENS`."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BLOCKS, 2)
@@ -247,6 +317,130 @@ def invert_blocks(A, r, c):
         transposed = multiply_blocks(left, T, transposed)
         T = multiply_blocks(T, left, T)
     return T, transposed
+
+
+@gluon.jit
+@typing.no_type_check
+def of_block(blocks, b, layout):
+    """One of 4 blocks, for every warp."""
+    found = blocks.slice(b, 1, 0).load(layout)
+    return found.broadcast_to([4, found.shape[1], found.shape[2]])
+
+
+@gluon.jit
+@typing.no_type_check
+def own_warps(i):
+    """Four numbers for rows i of blocks: each is 1 in its own row, and else 0."""
+    is_0 = gl.where(i == 0, 1.0, 0.0)
+    is_1 = gl.where(i == 1, 1.0, 0.0)
+    is_2 = gl.where(i == 2, 1.0, 0.0)
+    is_3 = gl.where(i == 3, 1.0, 0.0)
+    return is_0, is_1, is_2, is_3
+
+
+@gluon.jit
+@typing.no_type_check
+def invert(own, A0, A1, A2, factor, warps, r, c):
+    """(I + A)^-1 of a strictly lower A `[64, 64]`, as a left operand.
+
+    Of A and T with blocks A_ij and T_ij, each warp has row i. Blocks 0 and 1 make a
+    half, and 2 and 3, and then the halves the whole:
+
+        T_10 = -T_1 A_10 T_0    T_ij = -sum T_ik (A_kl T_lj)   k >= 2 > l, j
+
+    `own` is A_ii, of which what is below the diagonal counts. A0, A1 and A2 times
+    `factor` are A_ij, and 0 where j >= i; of A2 only A_32 counts. `warps` are those of
+    `own_warps`. Copies in flight are waited for where barriers are that threads need.
+    """
+    zeros = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
+    is_0, is_1, is_2, is_3 = warps
+    T, transposed = invert_blocks(own, r, c)
+    inverses = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_LEFTS)
+    lefts = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_LEFTS)
+    shared_0 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+    shared_1 = gl.allocate_shared_memory(gl.float32, [4, 16, 16], SHARED_BLOCKS)
+    A0 *= -factor
+    A1 *= -factor
+    A2 *= -factor * is_3
+    inverses.store(transposed)
+    shared_0.store(A0)
+    shared_1.store(A1)
+    T0 = of_block(inverses, 0, BLOCKS)
+    even = T0 * is_1 + of_block(inverses, 2, BLOCKS) * is_3
+    left = multiply_blocks(even, A0 * is_1 + A2, zeros)
+    lefts.store(multiply_blocks(left, T, zeros))
+    left = multiply_blocks(T, left, zeros) * is_3
+    async_copy.wait_group(0)
+    T1 = of_block(inverses, 1, BLOCKS)
+    T10 = of_block(lefts, 1, BLOCKS)
+    A20 = of_block(shared_0, 2, BLOCKS)
+    A21 = of_block(shared_1, 2, BLOCKS)
+    of_2 = multiply_blocks(T0, A20, multiply_blocks(T10, A21, zeros))
+    of_i = multiply_blocks(T0, A0, multiply_blocks(T10, A1, zeros))
+    acc = multiply_blocks(left, of_2, T * is_0)
+    column_0 = multiply_blocks(T, of_i, acc)
+    of_2 = multiply_blocks(T1, A21, zeros)
+    of_i = multiply_blocks(T1, A1, zeros)
+    acc = multiply_blocks(left, of_2, T * is_1)
+    column_1 = multiply_blocks(T, of_i, acc)
+    T = stack_columns((column_0, column_1, T * is_2 + left, T * is_3))
+    return gl.convert_layout(T, WIDE_LEFT, assert_trivial=True)
+
+
+@gluon.jit
+@typing.no_type_check
+def rounding(x, high):
+    """What is lost of x in bfloat16, itself in bfloat16."""
+    return rounded(x - high.to(gl.float32))
+
+
+@gluon.jit
+@typing.no_type_check
+def store_rows(x, high, low):
+    """Stores `[64, 64]` as the sum of two numbers in bfloat16, rows in mma order.
+
+    One would not do: where keys repeat, its errors would add up in w.
+    """
+    rows = rounded(x)
+    high.store(rows_to_mma_order(rows))
+    low.store(rows_to_mma_order(rounding(x, rows)))
+
+
+@gluon.jit
+@typing.no_type_check
+def start_w(high, low, keys):
+    """Starts (high + low) keys: 64 tokens and 64 channels."""
+    acc = gl.zeros([64, 64], gl.float32, WIDE)
+    acc = warpgroup_mma(low, keys, acc, use_acc=False, is_async=True)
+    return warpgroup_mma(high, keys, acc, is_async=True)
+
+
+@gluon.jit
+@typing.no_type_check
+def start_u(high, low, values, first: gl.constexpr):
+    """Starts ((high + low) values)^T: 64 channels from `first` on, and 64 tokens."""
+    acc = gl.zeros([64, 64], gl.float32, WIDE)
+    v = values.slice(first, 64, 1).permute([1, 0])
+    low = low.permute([1, 0])
+    acc = warpgroup_mma(v, low, acc, use_acc=False, is_async=True)
+    return warpgroup_mma(v, high.permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+@typing.no_type_check
+def norms(x, y, r, c, SCALE: gl.constexpr):
+    """1 / |x| and SCALE / |y| of the rows of parts of 32 channels, layout `TOKENS`."""
+    ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
+    xx = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
+    yy = xx
+    for n in gl.static_range(len(x)):
+        xx = multiply_tokens(x[n], x[n], xx)
+        yy = multiply_tokens(y[n], y[n], yy)
+    xx = gl.rsqrt(gl.sum(gl.where(r == c, xx, 0.0), 2) + 1e-6)
+    yy = gl.rsqrt(gl.sum(gl.where(r == c, yy, 0.0), 2) + 1e-6) * SCALE
+    xx = gl.convert_layout(xx, ROWS, assert_trivial=True)[:, :, None]
+    yy = gl.convert_layout(yy, ROWS, assert_trivial=True)[:, :, None]
+    return xx, yy
 
 
 @gluon.jit

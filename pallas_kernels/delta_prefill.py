@@ -22,6 +22,9 @@ from pallas_kernels.card import is_hopper
 from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
 from pallas_kernels.delta_fragment_chunk_kernel import delta_fragment_chunk_kernel
 from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
+from pallas_kernels.delta_head_fragment_chunk_kernel import (
+    delta_head_fragment_chunk_kernel,
+)
 from pallas_kernels.delta_scan_gluon_kernel import delta_scan_gluon_kernel
 from pallas_kernels.delta_scan_kernel import delta_scan_kernel
 from pallas_kernels.part_place import PartPlace
@@ -29,6 +32,13 @@ from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
 from pallas_kernels.triton_launch import launch
 
 _LANGUAGES = ("triton", "gluon")
+# By whether each key channel decays on its own, and by language.
+_CHUNK_KERNELS = {
+    (True, "triton"): delta_chunk_kernel,
+    (False, "triton"): delta_head_chunk_kernel,
+    (True, "gluon"): typing.cast(triton.JITFunction, delta_fragment_chunk_kernel),
+    (False, "gluon"): typing.cast(triton.JITFunction, delta_head_fragment_chunk_kernel),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +48,9 @@ class DeltaPrefillConfig:
     The kernels in Gluon are for Hopper, compute capability 9.0.
 
     Attributes:
-        chunk: kernel that makes chunks of KDA independent. The one in Gluon has
-            bfloat16 tokens, keys and values of 64 or 128 channels, and 4 warps; None
-            takes it where it has the sizes, the dtypes and the card.
+        chunk: kernel that makes chunks independent. The one in Gluon has bfloat16
+            tokens, keys and values of 64 or 128 channels, and 4 warps; None takes it
+            for KDA, where it has the sizes, the dtypes and the card.
         part: key channels that the other kernels of a chunk hold in registers at a
             time.
         chunk_warps: warps of a program of theirs.
@@ -82,13 +92,14 @@ def _missing_in_gluon(dtypes: set[str], key_dim: int, value_dim: int) -> str:
 
 
 def _chunk_options(
-    config: DeltaPrefillConfig, key_dim: int, *, is_gluon: bool
+    config: DeltaPrefillConfig, key_dim: int, *, is_gluon: bool, is_per_channel: bool
 ) -> dict[str, typing.Any]:
     """Returns how the kernel is launched that makes chunks independent."""
     if not is_gluon:
         return {"PART": min(config.part, key_dim), "num_warps": config.chunk_warps}
-    # So three programs fit a multiprocessor.
-    return {"num_warps": 4, "max_registers": 168, "only_capability": 90}
+    # So three programs fit a multiprocessor, or four.
+    max_registers = 168 if is_per_channel else 128
+    return {"num_warps": 4, "max_registers": max_registers, "only_capability": 90}
 
 
 def _scan_options(
@@ -191,17 +202,17 @@ def delta_prefill(
     )
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
-    chunk_kernel = delta_chunk_kernel if is_per_channel else delta_head_chunk_kernel
     missing = _missing_in_gluon({x.dtype.name for x in (q, k, v)}, key_dim, value_dim)
     chosen = config.chunk
     if chosen is None:
-        chosen = "triton" if missing or not is_hopper() else "gluon"
-    is_gluon = is_per_channel and chosen == "gluon"
-    if is_gluon:
-        if missing:
-            raise ValueError(missing)
-        chunk_kernel = typing.cast(triton.JITFunction, delta_fragment_chunk_kernel)
-    chunk_options = _chunk_options(config, key_dim, is_gluon=is_gluon)
+        is_there = is_per_channel and not missing and is_hopper()
+        chosen = "gluon" if is_there else "triton"
+    is_gluon = chosen == "gluon"
+    if is_gluon and missing:
+        raise ValueError(missing)
+    chunk_options = _chunk_options(
+        config, key_dim, is_gluon=is_gluon, is_per_channel=is_per_channel
+    )
     scan_kernel = delta_scan_kernel
     if config.scan == "gluon":
         scan_kernel = typing.cast(triton.JITFunction, delta_scan_gluon_kernel)
@@ -229,7 +240,7 @@ def delta_prefill(
                 scratch(3, CHUNK, dtype=jnp.float32),
             ]
         wq, u, decayed_k, decay, products, *_ = launch(
-            chunk_kernel,
+            _CHUNK_KERNELS[is_per_channel, chosen],
             q,
             k,
             v,

@@ -423,7 +423,12 @@ def test_slots_far_beyond_2_to_the_31_elements(kind):
 @requires_h200_compiler
 @pytest.mark.parametrize(
     ("kind", "num_tokens", "language"),
-    [("kda", 8192, "triton"), ("gdn", 64, "triton"), ("kda", 8192, "gluon")],
+    [
+        ("kda", 8192, "triton"),
+        ("gdn", 64, "triton"),
+        ("kda", 8192, "gluon"),
+        ("gdn", 64, "gluon"),
+    ],
 )
 def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
     kind = Kind(

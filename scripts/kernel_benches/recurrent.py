@@ -373,8 +373,7 @@ def _configs(kind: str) -> dict[Implementation, tuple[Any, ...]]:
     make = triton_kernels("delta_prefill").DeltaPrefillConfig
     scans = ({"scan": "gluon"}, {"scan": "gluon", "block_v": 64})
     configs = [make(**scan) for scan in scans]
-    if kind == "kda":
-        configs.append(make(chunk="triton"))
+    configs.append(make(chunk="triton" if kind == "kda" else "gluon"))
     return {"triton": tuple(configs)}
 
 
