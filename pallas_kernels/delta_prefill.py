@@ -50,7 +50,7 @@ class DeltaPrefillConfig:
     Attributes:
         chunk: kernel that makes chunks independent. The one in Gluon has bfloat16
             tokens, keys and values of 64 or 128 channels, and 4 warps; None takes it
-            for KDA, where it has the sizes, the dtypes and the card.
+            where it has the sizes, the dtypes and the card.
         part: key channels that the other kernels of a chunk hold in registers at a
             time.
         chunk_warps: warps of a program of theirs.
@@ -205,8 +205,7 @@ def delta_prefill(
     missing = _missing_in_gluon({x.dtype.name for x in (q, k, v)}, key_dim, value_dim)
     chosen = config.chunk
     if chosen is None:
-        is_there = is_per_channel and not missing and is_hopper()
-        chosen = "gluon" if is_there else "triton"
+        chosen = "triton" if missing or not is_hopper() else "gluon"
     is_gluon = chosen == "gluon"
     if is_gluon and missing:
         raise ValueError(missing)

@@ -480,10 +480,10 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
     assert program.top_thunks == ["kCommandBuffer"]
 
 
-def traced_kernels(sizes, dtype, config):
+def traced_kernels(sizes, dtype, config, kind="kda"):
     """The names of the kernels of a prefill of 3 tokens with such a configuration."""
     module = importlib.import_module("pallas_kernels.delta_prefill")
-    kind, rng = dataclasses.replace(KINDS["kda"], **sizes), np.random.default_rng(3)
+    kind, rng = dataclasses.replace(KINDS[kind], **sizes), np.random.default_rng(3)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
     buffer = pool.put({})[pool.view.buffer_index]
     x, gate = kind.tokens(rng, 3, dtype=dtype), kind.gate(rng)
@@ -527,22 +527,29 @@ def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, m
         traced_kernels(sizes, dtype, config)
 
 
+@by_kind
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "is_hopper", "name"),
+    ("sizes", "dtype", "is_hopper", "language"),
     [
-        ({}, "bfloat16", True, "delta_fragment_chunk_kernel"),
-        ({"K": 128}, "bfloat16", True, "delta_fragment_chunk_kernel"),
-        ({}, "bfloat16", False, "delta_chunk_kernel"),
-        ({"K": 32}, "bfloat16", True, "delta_chunk_kernel"),
-        ({"V": 256}, "bfloat16", True, "delta_chunk_kernel"),
-        ({}, "float32", True, "delta_chunk_kernel"),
+        ({}, "bfloat16", True, "gluon"),
+        ({"K": 128}, "bfloat16", True, "gluon"),
+        ({}, "bfloat16", False, "triton"),
+        ({"K": 32}, "bfloat16", True, "triton"),
+        ({"V": 256}, "bfloat16", True, "triton"),
+        ({}, "float32", True, "triton"),
     ],
 )
 def test_the_default_kernel_has_the_card_the_sizes_and_the_dtype(
-    sizes, dtype, is_hopper, name
+    kind, sizes, dtype, is_hopper, language
 ):
+    name = {
+        ("kda", "gluon"): "delta_fragment_chunk_kernel",
+        ("kda", "triton"): "delta_chunk_kernel",
+        ("gdn", "gluon"): "delta_head_fragment_chunk_kernel",
+        ("gdn", "triton"): "delta_head_chunk_kernel",
+    }[kind, language]
     with mock.patch("pallas_kernels.delta_prefill.is_hopper", return_value=is_hopper):
-        assert traced_kernels(sizes, dtype, {}) == [name, "delta_scan_kernel"]
+        assert traced_kernels(sizes, dtype, {}, kind) == [name, "delta_scan_kernel"]
 
 
 @pytest.mark.usefixtures("unchecked")

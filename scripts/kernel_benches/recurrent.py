@@ -369,12 +369,10 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
     )
 
 
-def _configs(kind: str) -> dict[Implementation, tuple[Any, ...]]:
+def _configs() -> dict[Implementation, tuple[Any, ...]]:
     make = triton_kernels("delta_prefill").DeltaPrefillConfig
     scans = ({"scan": "gluon"}, {"scan": "gluon", "block_v": 64})
-    configs = [make(**scan) for scan in scans]
-    configs.append(make(chunk="triton" if kind == "kda" else "gluon"))
-    return {"triton": tuple(configs)}
+    return {"triton": (*(make(**scan) for scan in scans), make(chunk="triton"))}
 
 
 def _prefill_flops(shape: Shape) -> int:
@@ -413,7 +411,7 @@ def _case(op: str, *, small: bool = False, **sizes) -> BenchCase:
         max_error=0.02,
         implementations=("xla",) if small else ("triton",),
         program=program,
-        configs={} if small or phase == "decode" else _configs(kind),
+        configs={} if small or phase == "decode" else _configs(),
         bandwidth="copy",
         small=small,
     )
