@@ -4,7 +4,7 @@ Layouts are dropped: whether they fit is the compiler's to say. What a kernel mu
 see shows as NaN, all bits set:
 
 * shared memory before something is stored;
-* the destination of a copy until a wait covers its group;
+* the destination of a copy until a wait covers its group, or its barrier's phase;
 * a product until its wait, and a product whose operands in shared memory changed in
   the meantime: they came too late, or were overwritten too early.
 
@@ -16,6 +16,7 @@ is what its inputs keep (float32 is cut to the bits of tf32), and sums in float3
 """
 
 import collections
+import ctypes
 import operator
 import types
 
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle
 
+from pallas_kernels import bulk_copies
 from tests.numpy_builder import BUILDER, as_float32, poison, stored_dtype, tensor_of
 
 _TF32_BITS = np.uint32(0xFFFFE000)
@@ -190,6 +192,40 @@ def _check_product(a, b, acc):
         raise ValueError(f"a product {_shape(a)} x {_shape(b)} -> {_shape(acc)}")
 
 
+class _Barrier:
+    """Counts the bytes of copies of `pallas_kernels.bulk_copies`, phase by phase."""
+
+    def __init__(self):
+        self.phases = -1
+        self.start()
+
+    def start(self):
+        self.phases += 1
+        self.copies, self.expected = [], None
+
+    def finish(self):
+        coming = sum(target.nbytes for target, _ in self.copies)
+        if self.expected != coming:
+            raise RuntimeError(f"{coming} bytes are copied of {self.expected} expected")
+        for target, data in self.copies:
+            target[...] = data
+        self.start()
+
+
+def _from_order(data: np.ndarray, layout) -> np.ndarray:
+    """Elements that lie in the order of a layout, in that of their indices."""
+    if not isinstance(layout, gl.NVMMASharedLayout):
+        return data
+    *outer, rows, columns = data.shape
+    if layout.swizzle_byte_width != 128 or data.itemsize != 2 or columns % 64:
+        raise NotImplementedError(f"copies in bulk to {data.shape} in {layout}")
+    # Tiles of 64 columns, one behind the other.
+    pieces = data.reshape(*outer, columns // 64, rows, 8, 8)
+    row, piece = np.ogrid[:rows, :8]
+    pieces = pieces[..., row, piece ^ row % 8, :]
+    return np.moveaxis(pieces, -4, -3).reshape(data.shape)
+
+
 class GluonProgram:
     """The shared memory of a running program, its copies and its products."""
 
@@ -204,6 +240,7 @@ class GluonProgram:
         self._groups = collections.deque()
         self._products = collections.deque()
         self._unfenced = []
+        self._barriers = {}
 
     def functions(self) -> dict:
         """The functions of Gluon alone, and what runs in their place."""
@@ -225,6 +262,11 @@ class GluonProgram:
             hopper.warpgroup_mma: self.warpgroup_mma,
             hopper.warpgroup_mma_init: self.warpgroup_mma_init,
             hopper.warpgroup_mma_wait: self.warpgroup_mma_wait,
+            bulk_copies.copy.fn: self.copy_in_bulk,
+            bulk_copies.expect.fn: self.expect,
+            bulk_copies.prefetch.fn: lambda *_: None,
+            bulk_copies.start_barriers.fn: self.start_barriers,
+            bulk_copies.wait.fn: self.wait,
         }
 
     def arange(self, start, end, layout=None):
@@ -274,6 +316,39 @@ class GluonProgram:
             for target, data in self._groups.popleft():
                 target[...] = data
                 self._unfenced.append(target)
+
+    def start_barriers(self, first, COUNT):
+        for n in range(unwrap(COUNT)):
+            self._barriers[operator.index(unwrap(first)) + n] = _Barrier()
+
+    def expect(self, barrier, num_bytes, is_wanted):
+        if unwrap(is_wanted):
+            barrier = self._barriers[operator.index(unwrap(barrier))]
+            if barrier.expected is not None:
+                raise RuntimeError("a barrier's phase is expected twice")
+            barrier.expected = operator.index(unwrap(num_bytes))
+
+    def copy_in_bulk(self, array, first, COUNT, from_ptr, barrier, is_wanted):
+        if not unwrap(is_wanted):
+            return
+        if from_ptr.dtype.element_ty != array.dtype:
+            raise ValueError(f"a copy of {from_ptr.dtype} to {array.dtype}")
+        first = operator.index(unwrap(first))
+        if not 0 <= first <= first + unwrap(COUNT) <= array.shape[0]:
+            raise IndexError(f"{first}+{COUNT} of shared memory of {array.shape}")
+        target = array.data[first : first + unwrap(COUNT)]
+        at = from_ptr.handle.data.item()
+        loaded = (ctypes.c_char * target.nbytes).from_address(at)
+        data = np.frombuffer(bytearray(loaded), target.dtype).reshape(target.shape)
+        data = _from_order(data, unwrap(array.layout))
+        poison(target)
+        barrier = self._barriers[operator.index(unwrap(barrier))]
+        barrier.copies.append((target, data))
+
+    def wait(self, barrier, phase):
+        barrier = self._barriers[operator.index(unwrap(barrier))]
+        if barrier.phases % 2 == operator.index(unwrap(phase)):
+            barrier.finish()
 
     def mma_v2(self, a, b, acc, input_precision=None):
         if not all(isinstance(x, tl.tensor) for x in (a, b, acc)):

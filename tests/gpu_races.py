@@ -5,7 +5,8 @@ masks and branches. What is loaded or computed in floating point has no value he
 no address may depend on it. So each byte is known that an instruction touches, by which
 thread, since when, and until when:
 
-* a copy (`cp.async`) runs until its thread has waited for its group;
+* a copy (`cp.async`) runs until its thread has waited for its group, and one in bulk
+  (`cp.async.bulk`) until all threads have for its barrier's phase (`mbarrier`);
 * operands of a product (`wgmma`) in shared memory are read until the wait for it, by
   all warps: nothing but a barrier of the block keeps a later write away;
 * `ldmatrix` and `stmatrix` belong to a warp, and to no thread of it.
@@ -18,7 +19,7 @@ them write the same.
 What else is found: accesses outside of an array or not aligned to their size; shared
 memory that is read and was not written; operands of a product that were written with no
 `fence.proxy.async` since; its registers touched before the wait, or set with no
-`wgmma.fence` since; copies that nobody waits for.
+`wgmma.fence` since; copies that nobody waits for, and waits for bytes that never come.
 
 What is not: races between thread blocks, and what the assembler makes of the PTX.
 """
@@ -121,6 +122,32 @@ class _Products:
         return set().union(*(group[which] for group in self.groups))
 
 
+class _Barrier:
+    """A barrier in shared memory that counts the bytes of copies, phase by phase.
+
+    Attributes:
+        made: count of the block's barriers when it was made.
+        phases: how many are over.
+        accesses: those of the copies of this phase.
+        expected: bytes of this phase; None if nobody has said.
+        coming: bytes of its copies.
+    """
+
+    def __init__(self, made: int):
+        self.made, self.phases = made, 0
+        self.start()
+
+    def start(self):
+        self.accesses, self.expected, self.coming = [], None, 0
+
+    def finish(self):
+        for access in self.accesses:
+            # To all threads, for all have waited.
+            access.ended = -1, -1
+        self.phases += 1
+        self.start()
+
+
 class _Block:
     """A thread block on its way through a program."""
 
@@ -140,6 +167,7 @@ class _Block:
         self.recent, self.unfenced = [], []
         self.is_written = np.zeros(SHARED_BASE + shared_bytes, np.bool_)
         self.copies = [[]]
+        self.memory_barriers = collections.defaultdict(lambda: _Barrier(-1))
         self.products = _Products()
         self.product_fence, self.set_at = -1, collections.defaultdict(lambda: -1)
 
@@ -168,7 +196,8 @@ class _Block:
                 self.do(text, name, operands, mask)
         else:
             raise NotImplementedError("the program does not end")
-        for access in itertools.chain(*self.copies):
+        in_bulk = [x.accesses for x in self.memory_barriers.values()]
+        for access in itertools.chain(*self.copies, *in_bulk):
             self.report("nobody waits for", access.text)
         return list(dict.fromkeys(self.found))
 
@@ -219,8 +248,14 @@ class _Block:
             at = self.address(at, text)
             self.access(text, at, 16, mask & rows, kind == "stmatrix", is_warps=True)
             self.set(to)
+        elif kind == "mbarrier" or name.startswith("cp.async.bulk."):
+            self.copy_in_bulk(text, name, operands, mask)
         elif name.startswith("cp.async."):
             self.copy(text, name, operands, mask)
+        elif kind == "elect":
+            self.set(operands[0], (self.thread % 32 == 0).astype(int))
+        elif name == "fence.mbarrier_init.release.cluster":
+            pass
         elif kind == "wgmma":
             self.multiply(text, name, operands)
         elif name in ("bar.sync", "bar.warp.sync", "fence.proxy.async.shared::cta"):
@@ -252,7 +287,17 @@ class _Block:
             self.barriers += 1
             self.recent = [x for x in self.recent if not x.ended]
 
-    def access(self, text, at, size, mask, is_write, is_warps=False, runs=False):
+    def access(
+        self,
+        text,
+        at,
+        size,
+        mask,
+        is_write,
+        is_warps=False,
+        runs=False,
+        alignment=None,
+    ):
         """Notes that each thread touches `size` bytes."""
         if not mask.any():
             return []
@@ -265,7 +310,7 @@ class _Block:
             bytes_ = array.nbytes if isinstance(array, np.ndarray) else array
         if at.min() < first or at.max() + size > first + bytes_:
             self.report("outside", text)
-        if (at % size).any():
+        if (at % (alignment or size)).any():
             self.report("not aligned", text)
         cells = at[:, None] // 2 + np.arange(max(size // 2, 1))
         threads = np.broadcast_to(self.thread[mask][:, None], cells.shape)
@@ -287,7 +332,9 @@ class _Block:
                 self.report("reads what nobody wrote", text)
             if is_write:
                 self.is_written[cells] = True
-                self.unfenced.append(new)
+                # Copies in bulk go the way of the products.
+                if "cp.async.bulk" not in text:
+                    self.unfenced.append(new)
         return [new]
 
     def load_or_store(self, text, name, operands, mask):
@@ -322,6 +369,57 @@ class _Block:
             group = self.access(text, source, size, is_read, False, runs=True)
             group += self.access(text, to, size, mask, True, runs=True)
             self.copies[-1] += group
+
+    def copy_in_bulk(self, text, name, operands, mask):
+        """A copy of one thread, or what is done to the barrier that counts bytes."""
+        if name.startswith("mbarrier.try_wait.parity."):
+            self.wait_for_bulk(text, operands, mask)
+            return
+        if mask.sum() > 1:
+            raise NotImplementedError(f"more than one thread: {text}")
+        if not mask.any():
+            return
+        (thread,) = np.flatnonzero(mask)
+        if name.startswith("mbarrier.init."):
+            at = self.address(operands[0], text)
+            self.access(text, at, 8, mask, True)
+            self.memory_barriers[int(at[thread])] = _Barrier(self.barriers)
+        elif name.startswith("mbarrier.arrive.expect_tx."):
+            at = self.address(operands[1], text)
+            barrier = self.memory_barriers[int(at[thread])]
+            if barrier.expected is not None:
+                self.report("expected twice", text)
+            barrier.expected = int(self.known(operands[2], text)[thread])
+        elif name == "cp.async.bulk.prefetch.L2.global":
+            at = self.address(operands[0], text)
+            size = int(self.known(operands[1], text)[thread])
+            self.access(text, at, size, mask, False, alignment=16)
+        elif name.startswith("cp.async.bulk.shared::cluster.global."):
+            to, source, at = (self.address(operands[i], text) for i in (0, 1, 3))
+            size = int(self.known(operands[2], text)[thread])
+            if size % 16:
+                self.report("not aligned", text)
+            barrier = self.memory_barriers[int(at[thread])]
+            barrier.coming += size
+            for x, is_write in ((source, False), (to, True)):
+                barrier.accesses += self.access(
+                    text, x, size, mask, is_write, runs=True, alignment=16
+                )
+        else:
+            raise NotImplementedError(text)
+
+    def wait_for_bulk(self, text, operands, mask):
+        at, parity = self.address(operands[1], text), self.known(operands[2], text)
+        if not mask.all() or (at != at[0]).any() or (parity != parity[0]).any():
+            raise NotImplementedError(text)
+        barrier = self.memory_barriers[int(at[0])]
+        if not 0 <= barrier.made < self.barriers:
+            self.report("not all threads see the barrier", text)
+        if barrier.phases % 2 == parity[0]:
+            if barrier.expected != barrier.coming:
+                self.report("never comes", text)
+            barrier.finish()
+        self.set(operands[0], self.thread * 0 + 1)
 
     def multiply(self, text, name, operands):
         groups = self.products.groups
@@ -438,9 +536,11 @@ def _parse(ptx):
     """Returns the statements of a kernel, and which of them its labels stand before."""
     body = ptx[ptx.index("{", ptx.index(".entry")) + 1 :]
     body = re.sub(r"//[^\n]*", "", body[: body.index("\n}")])
+    # A statement that goes on in the next line.
+    body = re.sub(r"\n\s*\[", " [", body)
     statements, labels = [], {}
     for line in map(str.strip, body.splitlines()):
-        if label := re.match(r"(\$\w+):", line):
+        if label := re.match(r"(\$?\w+):", line):
             labels[label[1]] = len(statements)
             continue
         for text in map(str.strip, line.split(";")):

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from pallas_kernels.bulk_copies import copy, expect, start_barriers, wait
 from pallas_kernels.triton_launch import compile_kernel
 from tests.gpu_compile import COMPUTE_CAPABILITY, requires_h200_compiler
 from tests.triton_interpreter import (
@@ -199,6 +200,31 @@ def copy_kernel(x_ptr, out_ptr, OUTSTANDING: gl.constexpr):
 
 @gluon.jit
 @typing.no_type_check
+def bulk_kernel(x_ptr, out_ptr, WAITS: gl.constexpr, MISSING_BYTES: gl.constexpr):
+    """Copies 3 tiles, of which one is overwritten, and as a second phase the first."""
+    FIRST: gl.constexpr = 3 * N * N * 2 // 8
+    memory = gl.allocate_shared_memory(gl.bfloat16, [4, N, N], WGMMA_SHARED)
+    tiles = memory._reinterpret(gl.bfloat16, [4, N, N], WGMMA_SHARED)
+    start_barriers(FIRST, 2)
+    for phase in gl.static_range(2):
+        first, COUNT = (0, 3) if phase == 0 else (1, 1)
+        is_wanted = gl.program_id(0) < 1
+        num_bytes = COUNT * N * N * 2 - MISSING_BYTES
+        expect(FIRST + 1, num_bytes, is_wanted)
+        copy(tiles, first, COUNT, x_ptr, FIRST + 1, is_wanted)
+        # Of no effect.
+        expect(FIRST + 1, num_bytes, is_wanted == 0)
+        copy(tiles, 0, 2, x_ptr, FIRST + 1, is_wanted == 0)
+        if phase < WAITS:
+            wait(FIRST + 1, phase)
+            wait(FIRST + 1, phase)
+            gl.thread_barrier()
+    for i in gl.static_range(3):
+        gl.store(tile(out_ptr, i), tiles.index(i).load(TILE).to(gl.float32))
+
+
+@gluon.jit
+@typing.no_type_check
 def mma_kernel(x_ptr, y_ptr, out_ptr):
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
@@ -374,6 +400,32 @@ def test_a_copy_shows_at_the_wait_for_its_group(outstanding):
             assert np.all(np.isnan(out[i]))
 
 
+def in_order_of_products(x):
+    """The tile that copies in bulk bring, as indices find it."""
+    row, piece = np.ogrid[:64, :8]
+    return x.reshape(64, 8, 8)[row, piece ^ row % 8].reshape(64, 64)
+
+
+@in_the_interpreter
+def test_copies_in_bulk_show_at_the_wait_for_their_phase():
+    x = jnp.stack(draw("bfloat16", count=3))
+    tiles = [in_order_of_products(y) for y in np.asarray(x, np.float32)]
+    out = run(bulk_kernel, x, num_tiles=3, WAITS=2, MISSING_BYTES=0)
+    np.testing.assert_array_equal(out, [tiles[0], tiles[0], tiles[2]])
+    out = run(bulk_kernel, x, num_tiles=3, WAITS=1, MISSING_BYTES=0)
+    assert np.all(np.isnan(out[1]))
+    np.testing.assert_array_equal(out[::2], tiles[::2])
+
+
+@in_the_interpreter
+def test_a_phase_of_other_bytes_than_expected_is_refused():
+    x = jnp.stack(draw("bfloat16", count=3))
+    with pytest.raises(Exception, match="24576 bytes are copied of 24560 expected"):
+        run(bulk_kernel, x, num_tiles=3, WAITS=2, MISSING_BYTES=16)
+    with pytest.raises(Exception, match="a barrier's phase is expected twice"):
+        run(bulk_kernel, x, num_tiles=3, WAITS=0, MISSING_BYTES=0)
+
+
 @in_the_interpreter
 def test_products_of_float32_have_the_bits_of_tf32():
     x, y = draw(count=2)
@@ -502,6 +554,7 @@ def test_a_cluster_is_refused():
         (assembly_kernel, "float32", {}),
         (memory_kernel, "float32", {}),
         (copy_kernel, "float32", {"OUTSTANDING": 0}),
+        (bulk_kernel, "bfloat16", {"WAITS": 2, "MISSING_BYTES": 0}),
         (mma_kernel, "float32", {}),
         (batch_kernel, "bfloat16", {}),
         (register_wgmma_kernel, "bfloat16", {}),

@@ -214,7 +214,7 @@ class _Language:
     def translate(self, value):
         """What stands for something that a function knows by name."""
         if isinstance(value, (triton.JITFunction, interpreter.InterpretedFunction)):
-            return self.function(value.fn)
+            return self._own.get(value.fn) or self.function(value.fn)
         if isinstance(value, types.ModuleType):
             is_of_triton = value.__name__.partition(".")[0] == "triton"
             return _Module(self, value) if is_of_triton else value
