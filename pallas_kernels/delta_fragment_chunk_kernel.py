@@ -52,6 +52,7 @@ from pallas_kernels.delta_fragments import (
     of_block,
     of_rows,
     own_warps,
+    pointers_to_tile,
     reciprocal,
     rounded,
     rows_to_mma_order,
@@ -103,9 +104,8 @@ def delta_fragment_chunk_kernel(
     starts_ptr,
     sizes_ptr,
     segment_ptr,
-    wq_ptr,
+    wqk_ptr,
     u_ptr,
-    decayed_k_ptr,
     decay_ptr,
     products_ptr,
     H: gl.constexpr,
@@ -114,14 +114,18 @@ def delta_fragment_chunk_kernel(
     V: gl.constexpr,
     LOWER_BOUND: gl.constexpr,
 ):
-    """Writes w and q 2^G as one array, u transposed, k 2^(G_63 - G), 2^G_63 and P."""
+    """Writes w, q 2^G and k 2^(G_63 - G) as one array, u transposed, 2^G_63 and P.
+
+    All but 2^G_63 in tiles of 64 rows and columns, see `pointers_to_tile`: those of w
+    come one after the other, then those of q and of k.
+    """
     C: gl.constexpr = 64
     ROW: gl.constexpr = KEY_HEADS * K
     GATES: gl.constexpr = H * K
     PARTS: gl.constexpr = K // 32
-    # With the softplus gate, registers do not reach for all keys: the last part is
-    # asked for again. What the assembler spills says so, a test has both gates.
-    KEPT: gl.constexpr = 3 if LOWER_BOUND is None else 4
+    # Registers do not reach for all keys: the last part is asked for again. What the
+    # assembler spills says so.
+    KEPT: gl.constexpr = 3
     gl.static_assert((K == 64) | (K == 128))
     gl.static_assert((V == 64) | (V == 128))
     place = gl.program_id(0) // H
@@ -136,9 +140,8 @@ def delta_fragment_chunk_kernel(
         v_ptr += start * (H * V) + head * V
         gate_logits_ptr += start * GATES + head * K
         beta_logits_ptr += start * H + head
-        w_ptr = wq_ptr + tile * (2 * C * K)
+        w_ptr = wqk_ptr + tile * (3 * C * K)
         u_ptr += tile * (C * V)
-        decayed_k_ptr += tile * (C * K)
         products_ptr += tile * (C * C)
 
         # Everything but the values is asked for first. A logit that is not there is
@@ -161,7 +164,7 @@ def delta_fragment_chunk_kernel(
         a_log = gl.load(a_log_ptr + head).to(gl.float32)
         token = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
         beta = gl.load(beta_logits_ptr + gl.minimum(token, size - 1) * H)
-        at, from_at = token_places(size, K, ROW)
+        row, key, from_at = token_places(size, ROW)
         keys = ()
         queries = ()
         for n in gl.static_range(PARTS):
@@ -250,7 +253,8 @@ def delta_fragment_chunk_kernel(
             k = k.to(gl.float32) * kk
             column = k * reciprocal(p)
             decayed = rounded(column * _factors(to_last, n))
-            gl.store(decayed_k_ptr + 32 * n + at, decayed)
+            to_ptr = w_ptr + 2 * C * K + n // 2 * (C * C)
+            gl.store(pointers_to_tile(to_ptr, row, key, n % 2 * 32, 8), decayed)
             column = rounded(column)
             k = rounded(k * p)
             q = rounded(queries[n].to(gl.float32) * qq * p)
@@ -261,7 +265,8 @@ def delta_fragment_chunk_kernel(
             q = times(q, _factors(to_start, n))
             query_rows[n].store(q)
             q = times(q, _factors(from_first, n))
-            gl.store(w_ptr + C * K + 32 * n + at, q)
+            to_ptr = w_ptr + C * K + n // 2 * (C * C)
+            gl.store(pointers_to_tile(to_ptr, row, key, n % 2 * 32, 8), q)
         powers._keep_alive()
 
         # From here on its memory is that of the values, which are asked for now, and
@@ -297,12 +302,13 @@ def delta_fragment_chunk_kernel(
                 from_start[n // 2].store(side_by_side(half, k))
         warps = own_warps(i)
         is_element = (r >= 0) & (c >= 0)
-        to_ptr = products_ptr + ((16 * i + r) * C + c)
-        gl.store(to_ptr + 16 * i, rounded(gl.where(r >= c, own_q, 0.0)))
-        gl.store(to_ptr, rounded(P0), mask=(i != 0) & is_element)
-        gl.store(to_ptr + 16, rounded(P1), mask=(i != 1) & is_element)
-        gl.store(to_ptr + 32, rounded(P2 * warps[3]), mask=(i != 2) & is_element)
-        gl.store(to_ptr + 48, zeros.to(gl.bfloat16), mask=(i != 3) & is_element)
+        to_ptr = pointers_to_tile(products_ptr, 16 * i | r, c, 16 * i, 2)
+        gl.store(to_ptr, rounded(gl.where(r >= c, own_q, 0.0)))
+        P2 *= warps[3]
+        others = (rounded(P0), rounded(P1), rounded(P2), zeros.to(gl.bfloat16))
+        for b in gl.static_range(4):
+            to_ptr = pointers_to_tile(products_ptr, 16 * i | r, c, 16 * b, 2)
+            gl.store(to_ptr, others[b], mask=(i != b) & is_element)
 
         row_betas = of_rows(betas, BLOCKS)
         inverse = gl.allocate_shared_memory(gl.bfloat16, [C, C], SWIZZLED)
@@ -321,10 +327,10 @@ def delta_fragment_chunk_kernel(
             [],
             [C, 64],
         )
-        row = gl.arange(0, C, gl.SliceLayout(1, W))[:, None]
-        w_at = row * K + gl.arange(0, 64, gl.SliceLayout(0, W))[None, :]
-        row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_TOKENS))[:, None]
-        u_at = row * C + gl.arange(0, C, gl.SliceLayout(0, WIDE_TOKENS))[None, :]
+        w_row = gl.arange(0, C, gl.SliceLayout(1, W))[:, None]
+        w_column = gl.arange(0, 64, gl.SliceLayout(0, W))[None, :]
+        u_row = gl.arange(0, 64, gl.SliceLayout(1, WIDE_TOKENS))[:, None]
+        u_column = gl.arange(0, C, gl.SliceLayout(0, WIDE_TOKENS))[None, :]
         PRODUCTS: gl.constexpr = (K + V) // 64
         now = _start_product(inverse, rest, from_start, values, 0, K)
         after = _start_product(inverse, rest, from_start, values, 1, K)
@@ -337,7 +343,9 @@ def delta_fragment_chunk_kernel(
             if n < K // 64:
                 done = rows_to_mma_order(done)
                 done = gl.convert_layout(done, W, assert_trivial=True)
-                gl.store(w_ptr + 64 * n + w_at, done)
+                to_ptr = w_ptr + n * (C * C)
+                gl.store(pointers_to_tile(to_ptr, w_row, w_column, 0, 8), done)
             else:
                 done = gl.convert_layout(done, WIDE_TOKENS, assert_trivial=True)
-                gl.store(u_ptr + (64 * n - K) * C + u_at, done)
+                to_ptr = u_ptr + (n - K // 64) * (C * C)
+                gl.store(pointers_to_tile(to_ptr, u_row, u_column, 0, 8), done)

@@ -38,6 +38,7 @@ from pallas_kernels.delta_fragments import (
     norms,
     of_rows,
     own_warps,
+    pointers_to_tile,
     reciprocal,
     rounded,
     rounding,
@@ -147,9 +148,8 @@ def delta_head_fragment_chunk_kernel(
     starts_ptr,
     sizes_ptr,
     segment_ptr,
-    wq_ptr,
+    wqk_ptr,
     u_ptr,
-    decayed_k_ptr,
     decay_ptr,
     products_ptr,
     H: gl.constexpr,
@@ -158,7 +158,11 @@ def delta_head_fragment_chunk_kernel(
     V: gl.constexpr,
     LOWER_BOUND: gl.constexpr,
 ):
-    """Writes w and q 2^G as one array, u transposed, k 2^(G_63 - G), 2^G_63 and P."""
+    """Writes w, q 2^G and k 2^(G_63 - G) as one array, u transposed, 2^G_63 and P.
+
+    All but 2^G_63 in tiles of 64 rows and columns, see `pointers_to_tile`: those of w
+    come one after the other, then those of q and of k.
+    """
     C: gl.constexpr = 64
     ROW: gl.constexpr = KEY_HEADS * K
     PARTS: gl.constexpr = K // 32
@@ -174,9 +178,8 @@ def delta_head_fragment_chunk_kernel(
         q_ptr += start * ROW + head // (H // KEY_HEADS) * K
         k_ptr += start * ROW + head // (H // KEY_HEADS) * K
         v_ptr += start * (H * V) + head * V
-        w_ptr = wq_ptr + tile * (2 * C * K)
+        w_ptr = wqk_ptr + tile * (3 * C * K)
         u_ptr += tile * (C * V)
-        decayed_k_ptr += tile * (C * K)
         products_ptr += tile * (C * C)
 
         # Everything is asked for first. Past the last token it is repeated: its beta
@@ -188,7 +191,7 @@ def delta_head_fragment_chunk_kernel(
         beta = gl.load(beta_logits_ptr + at)
         a_log = gl.load(a_log_ptr + head).to(gl.float32)
         bias = gl.load(dt_bias_ptr + head).to(gl.float32)
-        at, from_at = token_places(size, K, ROW)
+        row, key, from_at = token_places(size, ROW)
         keys = ()
         queries = ()
         for n in gl.static_range(PARTS):
@@ -214,8 +217,12 @@ def delta_head_fragment_chunk_kernel(
         to_end = _two_numbers(k_scale * exp2(end[:, None, None] - G))
         of_q = _two_numbers(q_scale * from_start)
         for n in gl.static_range(PARTS):
-            gl.store(decayed_k_ptr + 32 * n + at, _times(keys[n], to_end))
-            gl.store(w_ptr + C * K + 32 * n + at, _times(queries[n], of_q))
+            to_ptr = w_ptr + 2 * C * K + n // 2 * (C * C)
+            to_ptr = pointers_to_tile(to_ptr, row, key, n % 2 * 32, 8)
+            gl.store(to_ptr, _times(keys[n], to_end))
+            to_ptr = w_ptr + C * K + n // 2 * (C * C)
+            to_ptr = pointers_to_tile(to_ptr, row, key, n % 2 * 32, 8)
+            gl.store(to_ptr, _times(queries[n], of_q))
         shared_keys = _share(keys)
         shared_queries = _share(queries)
         beta = of_rows(betas, TOKENS)
@@ -243,7 +250,7 @@ def delta_head_fragment_chunk_kernel(
         row = gl.arange(0, C, gl.SliceLayout(1, WIDE_TOKENS))[:, None]
         column = gl.arange(0, C, gl.SliceLayout(0, WIDE_TOKENS))[None, :]
         P = gl.convert_layout(P, WIDE_TOKENS)
-        gl.store(products_ptr + row * C + column, P)
+        gl.store(pointers_to_tile(products_ptr, row, column, 0, 8), P)
         kk = warpgroup_mma_wait(0, deps=[kk])
         # From here on the memory of the queries is that of the inverse.
         for n in gl.static_range(K // 64):
@@ -267,11 +274,13 @@ def delta_head_fragment_chunk_kernel(
             now += (start_w(high, low, shared_keys[n]),)
         for n in gl.static_range(K // 64):
             w = warpgroup_mma_wait(2 * (K // 64 - 1 - n), deps=[now[n]])
-            gl.store(w_ptr + 64 * n + row * K + column, _to_tokens(w))
+            to_ptr = pointers_to_tile(w_ptr + n * (C * C), row, column, 0, 8)
+            gl.store(to_ptr, _to_tokens(w))
         gl.thread_barrier()
         now = ()
         for n in gl.static_range(V // 64):
             now += (start_u(inverse, rest, values, 64 * n),)
         for n in gl.static_range(V // 64):
             u = warpgroup_mma_wait(2 * (V // 64 - 1 - n), deps=[now[n]])
-            gl.store(u_ptr + 64 * n * C + row * C + column, _to_tokens(u))
+            to_ptr = pointers_to_tile(u_ptr + n * (C * C), row, column, 0, 8)
+            gl.store(to_ptr, _to_tokens(u))

@@ -1,9 +1,14 @@
 """Chunked prefill of a gated delta rule layer, in place on the pool (Triton).
 
 Rows of unequal length are packed one after the other and cut into chunks of 64 tokens
-each. `delta_chunk_kernel` computes of all chunks at once what needs no state,
-`delta_scan_kernel` takes the states from chunk to chunk. What passes between them is
-made for a segment of chunks at a time: a few arrays of the size of its activations.
+each. One kernel computes of all chunks at once what needs no state, another takes the
+states from chunk to chunk. What passes between them is made for a segment of chunks at
+a time: a few arrays of the size of its activations.
+
+Both are in Triton (`delta_chunk_kernel` or `delta_head_chunk_kernel`, and
+`delta_scan_kernel`), or both in Gluon (`delta_fragment_chunk_kernel` or
+`delta_head_fragment_chunk_kernel`, and `delta_scan_gluon_kernel`), where those arrays
+lie in the order in which the tensor core reads them.
 
 Importing this module imports Triton.
 """
@@ -31,51 +36,49 @@ from pallas_kernels.part_place import PartPlace
 from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
 from pallas_kernels.triton_launch import launch
 
-_LANGUAGES = ("triton", "gluon")
-# By whether each key channel decays on its own, and by language.
+# What makes chunks independent, by whether each key channel decays on its own.
 _CHUNK_KERNELS = {
     (True, "triton"): delta_chunk_kernel,
     (False, "triton"): delta_head_chunk_kernel,
     (True, "gluon"): typing.cast(triton.JITFunction, delta_fragment_chunk_kernel),
     (False, "gluon"): typing.cast(triton.JITFunction, delta_head_fragment_chunk_kernel),
 }
+_SCAN_KERNELS = {
+    "triton": delta_scan_kernel,
+    "gluon": typing.cast(triton.JITFunction, delta_scan_gluon_kernel),
+}
+_MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaPrefillConfig:
     """Tuning of the prefill.
 
-    The kernels in Gluon are for Hopper, compute capability 9.0.
-
     Attributes:
-        chunk: kernel that makes chunks independent. The one in Gluon has bfloat16
-            tokens, keys and values of 64 or 128 channels, and 4 warps; None takes it
-            where it has the sizes, the dtypes and the card.
-        part: key channels that the other kernels of a chunk hold in registers at a
+        language: of the kernels. Those in Gluon have bfloat16 tokens, keys and values
+            of 64 or 128 channels, and are for Hopper, compute capability 9.0; None
+            takes them where they are.
+        part: key channels that the kernels of a chunk in Triton hold in registers at a
             time.
         chunk_warps: warps of a program of theirs.
-        scan: kernel that scans. The one in Gluon has bfloat16 values, keys of 64 or
-            128 channels, and 64 or 128 value rows to a program.
-        block_v: value rows of a program that scans; None takes few for few rows.
+        block_v: value rows of a program that scans, in Gluon 64 or 128; None takes few
+            for few rows.
         stages: chunks that the scan in Triton loads ahead.
         segment: chunks of a segment. A state rests in the pool between two of them,
             rounded if it is stored in bfloat16.
     """
 
-    chunk: typing.Literal["triton", "gluon"] | None = None
+    language: typing.Literal["triton", "gluon"] | None = None
     part: int = 32
     chunk_warps: int = 4
-    scan: typing.Literal["triton", "gluon"] = "triton"
     block_v: int | None = None
     stages: int = 3
     segment: int = 2048
 
     def __post_init__(self):
         """Checks the ranges."""
-        for name, allowed in (("chunk", (*_LANGUAGES, None)), ("scan", _LANGUAGES)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {allowed}")
+        if self.language not in ("triton", "gluon", None):
+            raise ValueError(f"{self.language=} must be 'triton', 'gluon' or None")
         for name in ("part", "chunk_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -85,7 +88,7 @@ class DeltaPrefillConfig:
 
 
 def _missing_in_gluon(dtypes: set[str], key_dim: int, value_dim: int) -> str:
-    """Says what the kernel in Gluon that makes chunks independent lacks, or ""."""
+    """Says what the kernels in Gluon lack, or ""."""
     if key_dim not in (64, 128) or value_dim not in (64, 128):
         return f"{key_dim=} and {value_dim=} must each be 64 or 128 in Gluon"
     return "" if dtypes == {"bfloat16"} else f"{dtypes=} must be bfloat16 in Gluon"
@@ -104,24 +107,25 @@ def _chunk_options(
 
 def _scan_options(
     config: DeltaPrefillConfig,
-    dtype: jax.typing.DTypeLike,
+    num_heads: int,
     num_rows: int,
-    key_dim: int,
     value_dim: int,
+    *,
+    is_gluon: bool,
 ) -> dict[str, int]:
     """Returns how the kernel is launched that scans."""
-    is_gluon = config.scan == "gluon"
-    few, many = (64, 128) if is_gluon else (32, 64)
-    block_v = min(config.block_v or (few if num_rows < 4 else many), value_dim)
-    options = {"BLOCK_V": block_v}
     if not is_gluon:
-        stages = config.stages
-        return options | {"num_warps": 4, "num_stages": stages, "STAGES": stages}
-    if key_dim not in (64, 128) or block_v not in (64, 128):
-        raise ValueError(f"{key_dim=} and {block_v=} must each be 64 or 128 in Gluon")
-    if dtype != "bfloat16":
-        raise ValueError(f"{dtype=} must be bfloat16 in Gluon")
-    return options | {"num_warps": block_v // 16, "only_capability": 90}
+        block_v = min(config.block_v or (32 if num_rows < 4 else 64), value_dim)
+        options = {"num_warps": 4, "num_stages": config.stages}
+        return options | {"BLOCK_V": block_v, "STAGES": config.stages}
+    # A program has a multiprocessor to itself. If all run at once, L2 is asked ahead;
+    # else memory has enough to do.
+    is_few = num_rows * num_heads * value_dim // 64 <= _MULTIPROCESSORS
+    block_v = min(config.block_v or (64 if is_few else 128), value_dim)
+    if block_v not in (64, 128):
+        raise ValueError(f"{block_v=} must be 64 or 128 in Gluon")
+    options = {"num_warps": block_v // 16, "only_capability": 90}
+    return options | {"BLOCK_V": block_v, "AHEAD": 2 if is_few else 0}
 
 
 def delta_prefill(
@@ -203,19 +207,16 @@ def delta_prefill(
     is_per_channel = dt_bias.shape[0] != heads
     offset = np.asarray([state.row], np.int32)
     missing = _missing_in_gluon({x.dtype.name for x in (q, k, v)}, key_dim, value_dim)
-    chosen = config.chunk
-    if chosen is None:
-        chosen = "triton" if missing or not is_hopper() else "gluon"
-    is_gluon = chosen == "gluon"
+    language = config.language
+    if language is None:
+        language = "triton" if missing or not is_hopper() else "gluon"
+    is_gluon = language == "gluon"
     if is_gluon and missing:
         raise ValueError(missing)
     chunk_options = _chunk_options(
         config, key_dim, is_gluon=is_gluon, is_per_channel=is_per_channel
     )
-    scan_kernel = delta_scan_kernel
-    if config.scan == "gluon":
-        scan_kernel = typing.cast(triton.JITFunction, delta_scan_gluon_kernel)
-    scan_options = _scan_options(config, v.dtype, num_rows, key_dim, value_dim)
+    scan_options = _scan_options(config, heads, num_rows, value_dim, is_gluon=is_gluon)
 
     def scratch(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((segment_chunks, heads, *shape), dtype)
@@ -225,21 +226,21 @@ def delta_prefill(
         first = index * segment_chunks
         segment = np.zeros(1, np.int32) if num_segments == 1 else first.reshape(1)
         chunks = (starts, live_sizes, segment)
-        outputs = [
-            scratch(2 * CHUNK, key_dim),
-            scratch(value_dim, CHUNK),
-            scratch(CHUNK, key_dim),
-            scratch(key_dim, dtype=jnp.float32),
-            scratch(CHUNK, CHUNK),
-        ]
+        u = scratch(value_dim, CHUNK)
+        if is_gluon:
+            between = [scratch(3 * CHUNK, key_dim), u]
+        else:
+            between = [scratch(2 * CHUNK, key_dim), u, scratch(CHUNK, key_dim)]
+        between += [scratch(key_dim, dtype=jnp.float32), scratch(CHUNK, CHUNK)]
+        own = []
         if is_per_channel and not is_gluon:
-            outputs += [
+            own = [
                 scratch(CHUNK, key_dim, dtype=jnp.float32),
                 scratch(15, key_dim, dtype=jnp.float32),
                 scratch(3, CHUNK, dtype=jnp.float32),
             ]
-        wq, u, decayed_k, decay, products, *_ = launch(
-            _CHUNK_KERNELS[is_per_channel, chosen],
+        made = launch(
+            _CHUNK_KERNELS[is_per_channel, language],
             q,
             k,
             v,
@@ -248,7 +249,7 @@ def delta_prefill(
             a_log,
             dt_bias,
             *chunks,
-            outputs=outputs,
+            outputs=between + own,
             grid=(segment_chunks * heads,),
             H=heads,
             KEY_HEADS=q.shape[1],
@@ -258,12 +259,8 @@ def delta_prefill(
             **chunk_options,
         )
         buffer, out = launch(
-            scan_kernel,
-            wq,
-            u,
-            decayed_k,
-            products,
-            decay,
+            _SCAN_KERNELS[language],
+            *made[: len(between)],
             starts,
             sizes,
             segment,
@@ -280,7 +277,7 @@ def delta_prefill(
                 jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
                 jax.ShapeDtypeStruct(v.shape, v.dtype),
             ],
-            aliases={15: 0, 16: 1},
+            aliases={len(between) + 10: 0, len(between) + 11: 1},
             grid=((num_rows + 1) * heads * value_dim // scan_options["BLOCK_V"],),
             H=heads,
             K=key_dim,

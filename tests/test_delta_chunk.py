@@ -135,20 +135,32 @@ def draw(kind, gates, K=128, V=128, lower_bound=None, key_heads=H):
     return Tokens(q, k, v, logits, beta_logits, a_log, dt_bias, lower_bound)
 
 
+def from_tiles(x):
+    """`[..., rows, columns]` of what lies there in tiles as products read them."""
+    *outer, rows, columns = x.shape
+    pieces = np.reshape(x, (*outer, columns // 64, rows, 8, 8))
+    row, piece = np.ogrid[:rows, :8]
+    pieces = pieces[..., row, piece ^ row % 8, :]
+    return np.moveaxis(pieces, -4, -3).reshape(x.shape)
+
+
 def run(kernel, tokens):
     """What the kernel writes, by name, `[chunks, H, ...]`."""
     K, V = tokens.dims
     name = kernel.fn.__name__
-    shapes = [((2 * C, K), jnp.bfloat16), ((V, C), jnp.bfloat16)]
-    shapes += [((C, K), jnp.bfloat16), ((K,), jnp.float32), ((C, C), jnp.bfloat16)]
+    is_tiled = name not in {x.fn.__name__ for x in IN_TRITON.values()}
+    of_keys = [] if is_tiled else [((C, K), jnp.bfloat16)]
+    shapes = [((3 * C if is_tiled else 2 * C, K), jnp.bfloat16)]
+    shapes += [((V, C), jnp.bfloat16), *of_keys]
+    shapes += [((K,), jnp.float32), ((C, C), jnp.bfloat16)]
     constants = {"H": H, "K": K, "V": V, "LOWER_BOUND": tokens.lower_bound}
     constants |= {"KEY_HEADS": tokens.k.shape[1]}
-    if name in {x.fn.__name__ for x in IN_TRITON.values()}:
+    if not is_tiled:
         constants |= {"PART": 32}
         if tokens.kind == "kda":
             shapes += [((rows, K), jnp.float32) for rows in (C, 15)]
             shapes += [((3, C), jnp.float32)]
-    wq, u, k, decay, P, *_ = interpreted_launch(
+    made = interpreted_launch(
         kernel,
         *(tokens.q, tokens.k, tokens.v, tokens.logits.reshape(len(tokens.logits), -1)),
         *(tokens.beta_logits, tokens.a_log, tokens.dt_bias.reshape(-1)),
@@ -162,9 +174,11 @@ def run(kernel, tokens):
         grid=(len(SIZES) * H,),
         **constants,
     )
-    arrays = (wq[:, :, :C], wq[:, :, C:], np.swapaxes(u, -1, -2), k, decay, P)
-    names = ("w", "q", "u", "k", "decay", "P")
-    return dict(zip(names, map(np.asarray, arrays), strict=True))
+    keys, u, *k, decay, P = map(np.asarray, made[: len(of_keys) + 4])
+    arrays = [keys[:, :, :C], keys[:, :, C : 2 * C], *k, keys[:, :, 2 * C :]][:3]
+    w, q, k, u, P = (from_tiles(x) if is_tiled else x for x in (*arrays, u, P))
+    u = np.swapaxes(u, -1, -2)
+    return {"w": w, "q": q, "u": u, "k": k, "decay": decay, "P": P}
 
 
 def check(kernel, tokens):
@@ -375,7 +389,7 @@ class Program:
     @functools.cached_property
     def compiled(self):
         dtypes = ("bfloat16",) * 5 + ("float32",) * 2 + ("int32",) * 3
-        dtypes += ("bfloat16",) * 3 + ("float32", "bfloat16")
+        dtypes += ("bfloat16",) * 2 + ("float32", "bfloat16")
         constants = {"H": 32, "KEY_HEADS": self.key_heads, "K": self.K, "V": self.V}
         constants |= {"LOWER_BOUND": self.lower_bound}
         key = tuple(sorted(constants.items()))
@@ -389,7 +403,7 @@ PROGRAMS = (
     Program("kda", 128, 128, -5.0),
     Program("kda", 64, 64, None),
     Program("kda", 64, 128, -5.0),
-    Program("kda", 128, 64, None),
+    Program("kda", 128, 64, None, spilled=8),
     Program("kda", 128, 64, -5.0, spilled=40),
     Program("gdn", 128, 128, None),
     Program("gdn", 64, 64, None),
@@ -432,7 +446,7 @@ def faults(program, ptx, size):
         *(2 * tokens * heads * V, 2 * tokens * heads * gates, 2 * tokens * heads),
         *(4 * heads, 4 * heads * gates),
         *(starts, np.full(chunks, size, np.int32), np.zeros(1, np.int32)),
-        *(4 * C * K * tiles, 2 * C * V * tiles, 2 * C * K * tiles),
+        *(6 * C * K * tiles, 2 * C * V * tiles),
         *(4 * K * tiles, 2 * C * C * tiles),
     ]
     return races(ptx, arrays, tiles - 1, 4, program.compiled.shared_bytes)

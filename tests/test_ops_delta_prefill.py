@@ -49,12 +49,7 @@ by_implementation = pytest.mark.parametrize(
     "implementation",
     ["xla", *(pytest.param(name, marks=on_a_gpu) for name in ("triton", "gluon"))],
 )
-KERNELS = {
-    "triton": {"chunk": "triton", "scan": "triton"},
-    "gluon": {"chunk": "gluon", "scan": "gluon"},
-    "gluon-chunk": {"chunk": "gluon", "scan": "triton"},
-    "gluon-scan": {"chunk": "triton", "scan": "gluon"},
-}
+LANGUAGES = ("triton", "gluon")
 MAX_TOKENS, MAX_ROWS = 416, 6
 
 
@@ -111,11 +106,11 @@ def check(actual, truth, num_tokens, *, head_axis, sizes=None):
 def run(kind, pool, gate, buffers, rows, implementation, checkpoints=None):
     """Prefill rows of (tokens, slot, is_fresh); everything else is NaN.
 
-    Implementations but XLA's are the Triton one: with these kernels, or, if there are
-    none of the name in `KERNELS`, with those of the kind.
+    Implementations but XLA's are the Triton one: with kernels in that language, or, if
+    it is none, with those of the kind.
     """
-    if implementation in KERNELS:
-        kind = configured(kind, **KERNELS[implementation])
+    if implementation in LANGUAGES:
+        kind = configured(kind, language=implementation)
     if implementation != "xla":
         implementation = "triton"
     lens = [len(tokens["v"]) for tokens, _, _ in rows]
@@ -163,11 +158,10 @@ def draw_tokens(kind, rng, length, gates="mild"):
 
 def packed_cases():
     """Every kind, gate and implementation; what those marked slow show, others do."""
-    ways = [*itertools.product(GATES, ["xla", "triton", "gluon"])]
-    ways += [("mild", "gluon-chunk"), ("mild", "gluon-scan")]
-    for kind, (gates, name) in itertools.product(KINDS, ways):
+    ways = itertools.product(KINDS, GATES, ["xla", *LANGUAGES])
+    for kind, gates, name in ways:
         marks = on_a_gpu if name != "xla" else ()
-        is_long = kind == "kda-128" and name in ("triton", "gluon-scan")
+        is_long = kind == "kda-128" and name == "triton"
         if is_long and gates != "mixed":
             marks = (*marks, pytest.mark.slow)
         yield pytest.param(kind, gates, name, marks=marks, id=f"{gates}-{name}-{kind}")
@@ -292,14 +286,14 @@ def test_splits_on_the_grid_change_no_bit(kind, implementation):
 @pytest.mark.gpu
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("scan", "block_v"),
+    ("language", "block_v"),
     [
         ("gluon", 64),
         pytest.param("gluon", 128, marks=pytest.mark.slow),
         pytest.param("triton", 64, marks=pytest.mark.slow),
     ],
 )
-def test_segments_change_no_bit(scan, block_v):
+def test_segments_change_no_bit(language, block_v):
     # Rows of more chunks than are loaded ahead, which begin and end inside of segments.
     kind, rng = KINDS["kda-128"], np.random.default_rng(6)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
@@ -310,7 +304,8 @@ def test_segments_change_no_bit(scan, block_v):
     lens = [[128, 256], [64, 0], *[[0, 0]] * 4]
     found = []
     for segment in (2048, 2):
-        of_kind = configured(kind, scan=scan, block_v=block_v, segment=segment)
+        options = {"language": language, "block_v": block_v, "segment": segment}
+        of_kind = configured(kind, **options)
         after, outs = run(
             of_kind,
             pool,
@@ -436,7 +431,7 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
     )
     layout = unified_layout([kind.spec("float32")], pool_bytes=64 << 30)
     rng, rows, count = np.random.default_rng(0), 4, 2
-    prefill = configured(kind, chunk=language, scan=language).prefill
+    prefill = configured(kind, language=language).prefill
     blocks = KernelBlocks(jnp.zeros(rows, jnp.int32), "state")
     pairs = KernelBlocks(jnp.zeros((rows, count), jnp.int32), "state")
     slots = StateSlots(
@@ -480,46 +475,55 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
     assert program.top_thunks == ["kCommandBuffer"]
 
 
-def traced_kernels(sizes, dtype, config, kind="kda"):
-    """The names of the kernels of a prefill of 3 tokens with such a configuration."""
+def traced_kernels(sizes, dtype, config, kind="kda", num_rows=1):
+    """The kernels of a prefill with such a configuration: names, and how launched."""
     module = importlib.import_module("pallas_kernels.delta_prefill")
     kind, rng = dataclasses.replace(KINDS[kind], **sizes), np.random.default_rng(3)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
     buffer = pool.put({})[pool.view.buffer_index]
-    x, gate = kind.tokens(rng, 3, dtype=dtype), kind.gate(rng)
+    x, gate = kind.tokens(rng, num_rows, dtype=dtype), kind.gate(rng)
     prefill = ft.partial(
         module.delta_prefill,
         checkpoints=None,
         state=place_of(pool.view),
         config=module.DeltaPrefillConfig(**config),
     )
-    names = []
+    traced = {}
 
     def launch(kernel, *_, outputs, **options):
-        del options
-        names.append(kernel.fn.__name__)
+        traced[kernel.fn.__name__] = options
         return [jnp.zeros(out.shape, out.dtype) for out in outputs]
 
     with mock.patch.object(module, "launch", launch):
         jax.eval_shape(
             prefill,
             buffer,
-            *(x["q"], x["k"], x["v"], x["gate_logits"].reshape(3, -1)),
+            *(x["q"], x["k"], x["v"], x["gate_logits"].reshape(num_rows, -1)),
             *(x["beta_logits"], gate.a_log, gate.dt_bias.reshape(-1)),
-            cu_query_lens=jnp.asarray([0, 3], jnp.int32),
-            slots=jnp.zeros(1, jnp.int32),
-            is_fresh=jnp.ones(1, bool),
+            cu_query_lens=jnp.arange(num_rows + 1, dtype=jnp.int32),
+            slots=jnp.zeros(num_rows, jnp.int32),
+            is_fresh=jnp.ones(num_rows, bool),
         )
-    return names
+    return traced
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype", "config", "message"),
     [
-        ({}, "bfloat16", {"scan": "gluon", "block_v": 32}, "block_v=32 must each be"),
-        ({"K": 32}, "bfloat16", {"chunk": "gluon"}, "key_dim=32 and .* must each be"),
-        ({"V": 256}, "bfloat16", {"chunk": "gluon"}, "value_dim=256 must each be 64"),
-        ({}, "float32", {"chunk": "gluon"}, "'float32'} must be bfloat16"),
+        ({}, "bfloat16", {"language": "gluon", "block_v": 32}, "block_v=32 must be 64"),
+        (
+            {"K": 32},
+            "bfloat16",
+            {"language": "gluon"},
+            "key_dim=32 and .* must each be",
+        ),
+        (
+            {"V": 256},
+            "bfloat16",
+            {"language": "gluon"},
+            "value_dim=256 must each be 64",
+        ),
+        ({}, "float32", {"language": "gluon"}, "'float32'} must be bfloat16"),
     ],
 )
 def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, message):
@@ -542,22 +546,37 @@ def test_what_a_kernel_in_gluon_does_not_have_is_refused(sizes, dtype, config, m
 def test_the_default_kernel_has_the_card_the_sizes_and_the_dtype(
     kind, sizes, dtype, is_hopper, language
 ):
-    name = {
+    chunk = {
         ("kda", "gluon"): "delta_fragment_chunk_kernel",
         ("kda", "triton"): "delta_chunk_kernel",
         ("gdn", "gluon"): "delta_head_fragment_chunk_kernel",
         ("gdn", "triton"): "delta_head_chunk_kernel",
     }[kind, language]
+    scan = {"gluon": "delta_scan_gluon_kernel", "triton": "delta_scan_kernel"}[language]
     with mock.patch("pallas_kernels.delta_prefill.is_hopper", return_value=is_hopper):
-        assert traced_kernels(sizes, dtype, {}, kind) == [name, "delta_scan_kernel"]
+        assert [*traced_kernels(sizes, dtype, {}, kind)] == [chunk, scan]
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "num_rows", "block_v"),
+    [(128, 1, 64), (128, 33, 64), (128, 34, 128), (64, 34, 64)],
+)
+def test_a_scan_in_gluon_has_as_many_programs_as_multiprocessors(
+    value_dim, num_rows, block_v
+):
+    config = {"language": "gluon"}
+    sizes = {"V": value_dim}
+    traced = traced_kernels(sizes, "bfloat16", config, num_rows=num_rows)
+    options = traced["delta_scan_gluon_kernel"]
+    assert (options["BLOCK_V"], options["num_warps"]) == (block_v, block_v // 16)
+    assert (options["AHEAD"] > 0) == (num_rows < 34 or value_dim == 64)
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ["chunk", "scan"])
-def test_a_kernel_that_there_is_not_is_refused(name):
+def test_a_language_that_there_is_not_is_refused():
     module = importlib.import_module("pallas_kernels.delta_prefill")
-    with pytest.raises(ValueError, match=f"{name}='pallas' must be one of"):
-        module.DeltaPrefillConfig(**{name: "pallas"})
+    with pytest.raises(ValueError, match="language='pallas' must be 'triton', 'gluon'"):
+        module.DeltaPrefillConfig(language="pallas")
 
 
 def test_what_the_kernel_does_not_cover_is_refused():

@@ -371,8 +371,8 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
 
 def _configs() -> dict[Implementation, tuple[Any, ...]]:
     make = triton_kernels("delta_prefill").DeltaPrefillConfig
-    scans = ({"scan": "gluon"}, {"scan": "gluon", "block_v": 64})
-    return {"triton": (*(make(**scan) for scan in scans), make(chunk="triton"))}
+    ways = ({"language": "triton"}, {"block_v": 64}, {"block_v": 128})
+    return {"triton": tuple(make(**way) for way in ways)}
 
 
 def _prefill_flops(shape: Shape) -> int:
