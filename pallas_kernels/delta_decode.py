@@ -31,17 +31,22 @@ class DeltaDecodeConfig:
         block_v: value rows of a program, a power of two. The programs for the value
             heads of one key head form a cluster, so there may be at most 8.
         tile_v: those that are computed at a time, a power of two.
-        stages: tiles in shared memory; 1 has the whole block there, 0 in registers,
-            as one tile.
+        stages: tiles that are on their way before the first is computed.
+        is_in_shared: whether they come to shared memory, not to registers; if they are
+            not the whole block, there must be two.
         key_lanes: lanes that share a value row, a power of two; fewer if keys are few.
         num_warps: warps of a program, a power of two.
+        max_registers: registers of a thread, at most: 128 leave room for four programs
+            of 4 warps on a multiprocessor. None if any number will do.
     """
 
     block_v: int
-    tile_v: int = 32
-    stages: int = 3
+    tile_v: int = 16
+    stages: int = 4
+    is_in_shared: bool = False
     key_lanes: int = 16
     num_warps: int = 4
+    max_registers: int | None = 128
 
     def __post_init__(self):
         """Checks the ranges."""
@@ -49,12 +54,13 @@ class DeltaDecodeConfig:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
-        if self.stages < 0:
-            raise ValueError(f"stages={self.stages} must be at least 0")
+        least = 2 if self.is_in_shared and self.tile_v < self.block_v else 1
+        if self.stages < least:
+            raise ValueError(f"stages={self.stages} must be at least {least}")
 
 
 def default_config(
-    rows: int, values_per_key: int, value_dim: int, dtype: str
+    rows: int, values_per_key: int, value_dim: int, key_dim: int, dtype: str
 ) -> DeltaDecodeConfig:
     """Tuning for a batch of so many rows.
 
@@ -62,22 +68,38 @@ def default_config(
         rows: rows of the batch.
         values_per_key: value rows that share a key head.
         value_dim: elements of a value.
+        key_dim: elements of a key.
         dtype: of the states.
 
     Returns:
-        The smallest blocks for a few rows, which leave multiprocessors idle. Then one
-        block for all values of a key head, in tiles of 8 KB (128 keys), while all of
-        the batch is on the card at once, and always with states of half the size. Else
-        a head in registers: long bursts of loads and of stores are what the memory
-        takes best.
+        The smallest blocks for a few rows, which leave multiprocessors idle. Else a
+        head, of which 32 KB are on their way, 24 KB with states of half the size. Where
+        no heads share keys, and with float32: 40 KB in shared memory while all of the
+        batch is on the card at once, and the whole head in registers from 128 rows on,
+        since long bursts of loads and of stores are what the memory takes best.
     """
+    # Of wider keys the registers would not be enough.
+    max_registers = 128 if key_dim <= 128 else None
     if rows < 4:
-        block_v = max(16, values_per_key // MAX_CLUSTER)
-        return DeltaDecodeConfig(block_v=block_v, tile_v=block_v, stages=1, key_lanes=8)
-    if dtype == "float32" and rows >= 32:
-        return DeltaDecodeConfig(block_v=value_dim, tile_v=value_dim, stages=0)
-    tile_v = 16 if dtype == "float32" else 32
-    return DeltaDecodeConfig(block_v=values_per_key, tile_v=tile_v, stages=5)
+        block_v = max(16 if rows < 3 else 32, values_per_key // MAX_CLUSTER)
+        return DeltaDecodeConfig(
+            block_v=block_v, tile_v=block_v, key_lanes=8, max_registers=max_registers
+        )
+    is_float32 = dtype == "float32"
+    if is_float32 and values_per_key == value_dim:
+        if rows < 32:
+            return DeltaDecodeConfig(
+                block_v=value_dim, stages=5, is_in_shared=True, max_registers=None
+            )
+        if rows >= 128 and key_dim <= 128:
+            return DeltaDecodeConfig(
+                block_v=value_dim, tile_v=value_dim, max_registers=None
+            )
+    return DeltaDecodeConfig(
+        block_v=max(value_dim, values_per_key // MAX_CLUSTER),
+        stages=max(1, (512 if is_float32 else 768) // key_dim),
+        max_registers=max_registers,
+    )
 
 
 def delta_decode(
@@ -147,11 +169,10 @@ def delta_decode(
         )
     values_per_key = heads // num_key_heads * value_dim
     if config is None:
-        config = default_config(rows, values_per_key, value_dim, state.dtype)
+        config = default_config(rows, values_per_key, value_dim, key_dim, state.dtype)
     block_v = min(config.block_v, values_per_key)
     if values_per_key % block_v or block_v & (block_v - 1):
         block_v = min(block_v, value_dim)
-    tile_v = block_v if config.stages < 2 else min(config.tile_v, block_v)
     cluster_size = values_per_key // block_v
     if cluster_size > MAX_CLUSTER:
         raise ValueError(
@@ -188,14 +209,16 @@ def delta_decode(
         grid=(rows * num_key_heads * cluster_size,),
         num_warps=config.num_warps,
         cluster_size=cluster_size,
+        max_registers=config.max_registers,
         T=query_len,
         H=heads,
         KEY_HEADS=num_key_heads,
         K=key_dim,
         V=value_dim,
         BLOCK_V=block_v,
-        TILE_V=tile_v,
-        STAGES=min(config.stages, block_v // tile_v),
+        TILE_V=min(config.tile_v, block_v),
+        STAGES=config.stages,
+        IS_IN_SHARED=config.is_in_shared,
         KEY_LANES=config.key_lanes,
         STATE_DTYPE=state.dtype,
         WINDOW_DTYPE=window.dtype,

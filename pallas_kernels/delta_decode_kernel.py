@@ -1,10 +1,10 @@
 """The Gluon kernel of `pallas_kernels.delta_decode`.
 
 A program has a block of the value rows that share a key head, of one row of the batch,
-and takes it in tiles. Copies of the first tiles to shared memory start before anything
-else is waited for, and a tile's memory takes the next one as soon as it has been read:
-so many bytes are on their way at any time, for few registers. Or the block is one tile,
-which is loaded to registers. A tile goes through all tokens of the step:
+and takes it in tiles. The first ones are on their way to registers, or to shared
+memory, before anything else is waited for, and the next one as soon as there is room:
+in registers when a tile has been stored, in shared memory when all have read it. A tile
+goes through all tokens of the step:
 
     S [value, key] <- S * decay
     u              = beta * (v - S k)
@@ -29,12 +29,15 @@ from pallas_kernels.delta_decode_parts import (
     arrive,
     cast_pointer,
     convolve,
+    copy_inputs,
     gate_decay,
+    load_inputs,
     load_key,
-    load_window,
+    load_tile,
     store_window,
     sum2,
     taps,
+    through_shared,
     wait,
 )
 
@@ -66,6 +69,7 @@ def delta_decode_kernel(
     BLOCK_V: gl.constexpr,
     TILE_V: gl.constexpr,
     STAGES: gl.constexpr,
+    IS_IN_SHARED: gl.constexpr,
     KEY_LANES: gl.constexpr,
     STATE_DTYPE: gl.constexpr,
     WINDOW_DTYPE: gl.constexpr,
@@ -97,8 +101,8 @@ def delta_decode_kernel(
     VALUE: gl.constexpr = gl.SliceLayout(1, TILE)
     KEY: gl.constexpr = gl.SliceLayout(0, TILE)
     CHANNEL: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    SHARED_TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SHARED_TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     item = gl.program_id(0)
     block = item % CLUSTER
     key_head = item // CLUSTER % KEY_HEADS
@@ -112,18 +116,15 @@ def delta_decode_kernel(
     key = gl.arange(0, K, CHANNEL)
     first_value = key_head * (H // KEY_HEADS * V) + block * BLOCK_V
     value = first_value + gl.arange(0, BLOCK_V, CHANNEL)
-    q_at = key_head * K + key
-    k_at = KEY_HEADS * K + q_at
+    first_q = key_head * K
+    first_k = KEY_HEADS * K + first_q
+    first_v = 2 * KEY_HEADS * K + first_value
+    q_at, k_at = first_q + key, first_k + key
     v_at = 2 * KEY_HEADS * K + value
     x_row = x_ptr + row.to(gl.int64) * T * CHANNELS
-    xq = gl.load(x_row + q_at)
-    xk = gl.load(x_row + k_at)
-    xv = gl.load(x_row + v_at)
-    wq0, wq1, wq2, wq3 = taps(weight_ptr, key_head * K, K, CHANNEL)
-    wk0, wk1, wk2, wk3 = taps(weight_ptr, (KEY_HEADS + key_head) * K, K, CHANNEL)
-    wv0, wv1, wv2, wv3 = taps(
-        weight_ptr, 2 * KEY_HEADS * K + first_value, BLOCK_V, CHANNEL
-    )
+    wq0, wq1, wq2, wq3 = taps(weight_ptr, first_q, K, CHANNEL)
+    wk0, wk1, wk2, wk3 = taps(weight_ptr, first_k, K, CHANNEL)
+    wv0, wv1, wv2, wv3 = taps(weight_ptr, first_v, BLOCK_V, CHANNEL)
     bias_q = gl.load(bias_ptr + q_at).to(gl.float32) if HAS_BIAS else 0.0
     bias_k = gl.load(bias_ptr + k_at).to(gl.float32) if HAS_BIAS else 0.0
     bias_v = gl.load(bias_ptr + v_at).to(gl.float32) if HAS_BIAS else 0.0
@@ -132,8 +133,8 @@ def delta_decode_kernel(
     gate_at = q_at if IS_PER_CHANNEL else value // V
     gate_row = gate_logits_ptr + row.to(gl.int64) * T * GATES + gate_at
     beta_row = beta_logits_ptr + row.to(gl.int64) * T * H + value // V
-    gate_logits = gl.load(gate_row).to(gl.float32)
-    beta_logits = gl.load(beta_row).to(gl.float32)
+    gate_logits = gl.load(gate_row)
+    beta_logits = gl.load(beta_row)
     dt_bias = gl.load(dt_bias_ptr + gate_at).to(gl.float32)
     a_log_at = key_head if IS_PER_CHANNEL else value // V
     a_log = gl.load(a_log_ptr + a_log_at).to(gl.float32)
@@ -147,40 +148,46 @@ def delta_decode_kernel(
     state_ptr = cast_pointer(state_ptr, STATE_DTYPE) + first_value * K
     window_ptr = cast_pointer(window_ptr, WINDOW_DTYPE)
 
-    q0, q1, q2 = load_window(window_ptr, q_at, CHANNELS, has_past)
-    k0, k1, k2 = load_window(window_ptr, k_at, CHANNELS, has_past)
-    v0, v1, v2 = load_window(window_ptr, v_at, CHANNELS, has_past)
+    q_inputs = copy_inputs(window_ptr + first_q, x_row + first_q, CHANNELS, K, has_past)
+    k_inputs = copy_inputs(window_ptr + first_k, x_row + first_k, CHANNELS, K, has_past)
+    v_inputs = copy_inputs(
+        window_ptr + first_v, x_row + first_v, CHANNELS, BLOCK_V, has_past
+    )
+    async_copy.commit_group()
 
     tile_value = gl.arange(0, TILE_V, VALUE)
-    state_at = tile_value[:, None] * K + gl.arange(0, K, KEY)[None, :]
+    tile_ptr = state_ptr + tile_value[:, None] * K + gl.arange(0, K, KEY)[None, :]
     copy_value = gl.arange(0, TILE_V, gl.SliceLayout(1, COPY))
     copy_key = gl.arange(0, K, gl.SliceLayout(0, COPY))
     copy_ptr = state_ptr + (copy_value[:, None] * K + copy_key[None, :])
-    # What a masked copy does not bring is 0. An allocation for each tile: of parts of
-    # one the compiler would think that they overlap, and wait.
-    gl.static_assert((STAGES > 1) | (TILES == 1))
+    # Loads of the state, the most of all bytes, come behind those that are few and are
+    # waited for first, and ahead of all that waits. Compilers move loads to no other
+    # side of a barrier, but arithmetic they do: it starts from shared memory.
+    gl.thread_barrier()
+    gl.static_assert((not IS_IN_SHARED) | (STAGES > 1) | (TILES == 1))
     tiles = ()
-    if STAGES == 0:
-        # Lines that stay in L2 until they are stored again: 3 to 4 % at 256 rows.
-        loaded = gl.load(
-            state_ptr + state_at,
-            mask=has_past,
-            other=0.0,
-            eviction_policy="evict_last",
-        )
     for n in gl.static_range(min(STAGES, TILES)):
-        tile = gl.allocate_shared_memory(
-            state_ptr.dtype.element_ty, [TILE_V, K], SHARED_TILE
-        )
-        tiles += (tile,)
-        async_copy.async_copy_global_to_shared(
-            tile, copy_ptr + n * TILE_V * K, mask=has_past
-        )
-        async_copy.commit_group()
-    # Behind this barrier is what waits for the window: else the compiler moves loads
-    # of the state, the most of all bytes, behind it.
+        if IS_IN_SHARED:
+            # An allocation for each tile: of parts of one the compiler would think
+            # that they overlap, and wait.
+            tile = gl.allocate_shared_memory(
+                state_ptr.dtype.element_ty, [TILE_V, K], SHARED_TILE
+            )
+            # What a masked copy does not bring is 0.
+            async_copy.async_copy_global_to_shared(
+                tile, copy_ptr + n * TILE_V * K, mask=has_past
+            )
+            async_copy.commit_group()
+            tiles += (tile,)
+        else:
+            tiles += (load_tile(tile_ptr + n * TILE_V * K, has_past),)
     gl.thread_barrier()
 
+    gate_logits, beta_logits = through_shared(gate_logits, beta_logits, CHANNEL)
+    async_copy.wait_group(min(STAGES, TILES) if IS_IN_SHARED else 0)
+    q0, q1, q2, xq = load_inputs(q_inputs, CHANNEL)
+    k0, k1, k2, xk = load_inputs(k_inputs, CHANNEL)
+    v0, v1, v2, xv = load_inputs(v_inputs, CHANNEL)
     q_shared = gl.allocate_shared_memory(gl.float32, [T, K], SHARED)
     k_shared = gl.allocate_shared_memory(gl.float32, [T, K], SHARED)
     decay_shared = gl.allocate_shared_memory(
@@ -193,11 +200,12 @@ def delta_decode_kernel(
             xq = gl.load(x_row + t * CHANNELS + q_at)
             xk = gl.load(x_row + t * CHANNELS + k_at)
             xv = gl.load(x_row + t * CHANNELS + v_at)
-            gate_logits = gl.load(gate_row + t * GATES).to(gl.float32)
-            beta_logits = gl.load(beta_row + t * H).to(gl.float32)
-        decay = gate_decay(gate_logits + dt_bias, a_log, LOWER_BOUND)
-        decay_shared.index(t).store(decay)
-        beta_shared.index(t).store(1.0 / (1.0 + gl.exp(-beta_logits)))
+            gate_logits = gl.load(gate_row + t * GATES)
+            beta_logits = gl.load(beta_row + t * H)
+        logits = gate_logits.to(gl.float32) + dt_bias
+        decay_shared.index(t).store(gate_decay(logits, a_log, LOWER_BOUND))
+        beta = 1.0 / (1.0 + gl.exp(-beta_logits.to(gl.float32)))
+        beta_shared.index(t).store(beta)
         q = convolve(q0, q1, q2, xq, wq0, wq1, wq2, wq3, bias_q, IS_SILU)
         k = convolve(k0, k1, k2, xk, wk0, wk1, wk2, wk3, bias_k, IS_SILU)
         v = convolve(v0, v1, v2, xv, wv0, wv1, wv2, wv3, bias_v, IS_SILU)
@@ -220,9 +228,7 @@ def delta_decode_kernel(
 
     out_row = out_ptr + row.to(gl.int64) * (T * H * V) + first_value + tile_value
     for n in gl.static_range(TILES):
-        if STAGES == 0:
-            S = loaded.to(gl.float32)
-        else:
+        if IS_IN_SHARED:
             async_copy.wait_group(min(TILES, STAGES + max(0, n - 1)) - n - 1)
             if n > 0 and n - 1 + STAGES < TILES:
                 # All have read the tile before this one, since all have waited.
@@ -233,7 +239,9 @@ def delta_decode_kernel(
                 )
                 async_copy.commit_group()
             S = tiles[n % STAGES].load(TILE).to(gl.float32)
-        for t in gl.static_range(T):
+        else:
+            S = tiles[n].to(gl.float32)
+        for t in range(T):
             if T > 1:
                 q, k, decay, qq, kk, qk = load_key(
                     q_shared.index(t),
@@ -242,22 +250,25 @@ def delta_decode_kernel(
                     KEY,
                     IS_PER_CHANNEL,
                 )
-            if not IS_PER_CHANNEL:
-                of_rows = decay_shared.index(t).slice(n * TILE_V, TILE_V).load(VALUE)
-                decay = of_rows[:, None]
-            v = v_shared.index(t).slice(n * TILE_V, TILE_V).load(VALUE)
-            beta = beta_shared.index(t).slice(n * TILE_V, TILE_V).load(VALUE)
+            v_tile = v_shared.index(t).slice(n * TILE_V, TILE_V).load(VALUE)
+            beta_tile = beta_shared.index(t).slice(n * TILE_V, TILE_V).load(VALUE)
             q_scale = gl.rsqrt(qq + 1e-6) * (K**-0.5)
             k_scale = gl.rsqrt(kk + 1e-6)
-            S = S * decay
+            if IS_PER_CHANNEL:
+                S = S * decay
+            else:
+                of_rows = decay_shared.index(t).slice(n * TILE_V, TILE_V).load(VALUE)
+                S = S * of_rows[:, None]
             sk, sq = gl.reduce((S * k, S * q), 1, sum2)
-            u = (v - sk * k_scale) * beta
+            u = (v_tile - sk * k_scale) * beta_tile
             S = S + (u * k_scale)[:, None] * k
             out = sq * q_scale + u * (qk * q_scale * k_scale)
             out = gl.where(is_present, out, 0.0).to(out_ptr.dtype.element_ty)
             gl.store(out_row + t * (H * V) + n * TILE_V, out)
         S = S.to(state_ptr.dtype.element_ty)
-        gl.store(state_ptr + n * TILE_V * K + state_at, S, mask=is_present)
+        gl.store(tile_ptr + n * TILE_V * K, S, mask=is_present)
+        if not IS_IN_SHARED and n + STAGES < TILES:
+            tiles += (load_tile(tile_ptr + (n + STAGES) * TILE_V * K, has_past),)
     store_window(window_ptr, v_at, CHANNELS, v0, v1, v2, is_present)
     if CLUSTER > 1:
         wait(arrived)

@@ -6,6 +6,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.oracles import recurrent as oracle
 from tests.oracles.short_conv import short_conv
@@ -168,3 +169,15 @@ def draw(layer: Layer, rng, slots):
 
 def take(tokens, row):
     return {name: x[row] for name, x in tokens.items()}
+
+
+def without_clusters(monkeypatch):
+    """Has one program take all values of a key head, as the interpreter must."""
+    module = pytest.importorskip("pallas_kernels.delta_decode")
+    tuned = module.default_config
+
+    def of_one_program(rows, values_per_key, *facts):
+        config = tuned(rows, values_per_key, *facts)
+        return dataclasses.replace(config, block_v=values_per_key)
+
+    monkeypatch.setattr(module, "default_config", of_one_program)

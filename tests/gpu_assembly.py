@@ -136,3 +136,25 @@ def _registers(line: str) -> tuple[set[int], set[int]]:
         if not written and not name.startswith(("ST", "LDGSTS")):
             written = values
     return written, touched
+
+
+def loads_waited_for(lines: list[str]) -> list[str]:
+    """Return the loads from global memory to registers whose result is read.
+
+    Args:
+        lines: straight-line code.
+    """
+    loads, waited = {}, []
+    for line in lines:
+        name, _, operands = line.partition(" ")
+        first, _, others = operands.partition(",")
+        result = _REGISTER.match(first)
+        read = _REGISTER.findall(others if result else operands)
+        for number in {int(number) for number, _ in read} & {*loads}:
+            waited += [loads[number]] if loads[number] not in waited else []
+        if result:
+            written, _ = _registers(f"{name} {first}")
+            loads = {x: load for x, load in loads.items() if x not in written}
+            if name.startswith("LDG."):
+                loads |= dict.fromkeys(written, line)
+    return waited

@@ -48,7 +48,7 @@ _OF_BITS = {
 }
 _MODIFIERS = {"approx", "ftz", "rn"}
 # A cluster of more than one program is refused before it runs.
-_WITHOUT_EFFECT = {"barrier.cluster.arrive.release", "barrier.cluster.wait.acquire"}
+_WITHOUT_EFFECT = {"barrier.cluster.arrive.relaxed", "barrier.cluster.wait.acquire"}
 
 
 def run(

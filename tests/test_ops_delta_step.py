@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.comparison import assert_matches
-from tests.delta_step_layers import STEPS, Layer, draw, take
+from tests.delta_step_layers import STEPS, Layer, draw, take, without_clusters
 from tests.gpu_compile import (
     compile_for_h200,
     pool_sized_copies,
@@ -40,14 +40,7 @@ def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card, where no program has company."""
     interpret_launches(monkeypatch, "delta_decode")
     if IS_INTERPRETING:
-        module = pytest.importorskip("pallas_kernels.delta_decode")
-        tuned = module.default_config
-
-        def without_clusters(rows, values_per_key, *facts):
-            config = tuned(rows, values_per_key, *facts)
-            return dataclasses.replace(config, block_v=values_per_key)
-
-        monkeypatch.setattr(module, "default_config", without_clusters)
+        without_clusters(monkeypatch)
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
@@ -56,7 +49,9 @@ def test_the_kernel_passes_in_the_interpreter():
     # The others take long or run what these run.
     left_out = "larger drift together bits tuning"
     chosen = " and ".join(f"not {name}" for name in left_out.split())
-    assert_passes_in_the_interpreter(__file__, "-k", f"{chosen} or float32-32")
+    assert_passes_in_the_interpreter(
+        __file__, "-k", f"{chosen} or float32-32 or float32-128"
+    )
 
 
 CASES = {
@@ -145,7 +140,7 @@ def test_larger_batches_match_the_oracles(case, implementation, query_len):
 @pytest.mark.gpu
 @pytest.mark.triton
 @by_kind
-@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("rows", [1, 3, 8, 32, 128])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_the_tuning_of_every_batch_matches_the_oracles(
     kind, rows, storage, monkeypatch
@@ -267,29 +262,55 @@ def test_the_comparison_rejects_faults(kind, implementation):
             check(out, truth, layer, 2, dtype="float32")
 
 
+# Tiles of KDA come to shared memory there, those of GDN to registers.
 KERNEL_FAULTS = {
     "no wait for a tile": (
+        "kda",
         "async_copy.wait_group(min(TILES, STAGES + max(0, n - 1)) - n - 1)",
         "pass",
     ),
-    "a wait for one tile less": ("max(0, n - 1)) - n - 1)", "max(0, n - 1)) - n)"),
+    "a wait for one tile less": (
+        "kda",
+        "max(0, n - 1)) - n - 1)",
+        "max(0, n - 1)) - n)",
+    ),
     "a copy to a tile that is still to be read": (
+        "kda",
         "tiles[(n - 1) % STAGES],",
         "tiles[n % STAGES],",
     ),
+    "no wait for the windows": (
+        "kda",
+        "async_copy.wait_group(min(STAGES, TILES) if IS_IN_SHARED else 0)",
+        "async_copy.wait_group(min(STAGES, TILES) + 1)",
+    ),
+    "no wait for the windows beside tiles in registers": (
+        "gdn",
+        "async_copy.wait_group(min(STAGES, TILES) if IS_IN_SHARED else 0)",
+        "pass",
+    ),
+    "a tile that is loaded twice": (
+        "gdn",
+        "load_tile(tile_ptr + (n + STAGES) * TILE_V * K, has_past)",
+        "load_tile(tile_ptr + n * TILE_V * K, has_past)",
+    ),
     "the taps of another token": (
+        "kda",
         "wv0, wv1, wv2, wv3 = taps(",
         "wv1, wv0, wv2, wv3 = taps(",
     ),
     "a window that does not shift": (
+        "kda",
         "v0, v1, v2 = v1, v2, xv",
         "v0, v1, v2 = v0, v2, xv",
     ),
     "a row of the state that is not written": (
-        "state_at, S, mask=is_present)",
-        "state_at, S, mask=is_present & (tile_value > 0)[:, None])",
+        "kda",
+        "S, mask=is_present)",
+        "S, mask=is_present & (tile_value > 0)[:, None])",
     ),
     "the past of a fresh row": (
+        "kda",
         "has_past = is_present & (is_fresh == 0)",
         "has_past = is_present",
     ),
@@ -300,10 +321,11 @@ KERNEL_FAULTS = {
 @pytest.mark.skipif(not IS_INTERPRETING, reason="a card waits whether asked or not")
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_of_the_kernel_show_in_the_interpreter(fault, monkeypatch, tmp_path):
-    layer, is_fresh = CASES["kda-128"], [False, False, True, False]
+    kind, *texts = KERNEL_FAULTS[fault]
+    layer, is_fresh = CASES[f"{kind}-128"], [False, False, True, False]
     jax.clear_caches()
     module = pytest.importorskip("pallas_kernels.delta_decode")
-    kernel = faulty_kernel(tmp_path, module.delta_decode_kernel, *KERNEL_FAULTS[fault])
+    kernel = faulty_kernel(tmp_path, module.delta_decode_kernel, *texts)
     monkeypatch.setattr(module, "delta_decode_kernel", kernel)
     with pytest.raises(AssertionError):
         check_step(layer, [6, None, 2, 7], is_fresh, 1, "triton")

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from scripts.sanitize_kernels import outcome
+from tests.delta_step_layers import without_clusters
 from tests.gpu_compile import H200, requires_h200_compiler
 from tests.random_kernels import copies
 from tests.random_kernels.runner import (
@@ -53,6 +54,7 @@ def test_random_cases_interpreted(op, index, monkeypatch):
     monkeypatch.setattr("tests.random_kernels.runner.default_target", lambda: H200)
     # Rows of one token in a packed batch go to the kernel of another op.
     interpret_launches(monkeypatch, *(module for module, _ in INTERPRETED.values()))
+    without_clusters(monkeypatch)
     structure = Structure(op=op, implementation="triton", index=index, max_len=150)
     assert_passed(structure, range(2))
 
