@@ -173,7 +173,7 @@ def take(tokens, row):
 
 def without_clusters(monkeypatch):
     """Has one program take all values of a key head, as the interpreter must."""
-    module = pytest.importorskip("pallas_kernels.delta_decode")
+    module = pytest.importorskip("pallas_kernels.delta.decode")
     tuned = module.default_config
 
     def of_one_program(rows, values_per_key, *facts):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
-from pallas_kernels.delta_fragment_chunk_kernel import delta_fragment_chunk_kernel
-from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
-from pallas_kernels.delta_head_fragment_chunk_kernel import (
+from pallas_kernels.delta.chunk_kernel import delta_chunk_kernel
+from pallas_kernels.delta.fragment_chunk_kernel import delta_fragment_chunk_kernel
+from pallas_kernels.delta.head_chunk_kernel import delta_head_chunk_kernel
+from pallas_kernels.delta.head_fragment_chunk_kernel import (
     delta_head_fragment_chunk_kernel,
 )
 from pallas_kernels.triton_launch import compile_kernel

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import delta_decode
+from pallas_kernels.delta import decode as delta_decode
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.triton_launch import Compiled, compile_kernel
 from tests.gpu_assembly import (

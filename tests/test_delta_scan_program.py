@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_scan_gluon_kernel import delta_scan_gluon_kernel
+from pallas_kernels.delta.scan_gluon_kernel import delta_scan_gluon_kernel
 from pallas_kernels.triton_launch import compile_kernel
 from tests.gpu_assembly import (
     PTXAS,

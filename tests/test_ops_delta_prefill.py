@@ -59,7 +59,7 @@ def configured(kind, **fields):
 
     @ft.wraps(op)
     def prefill(*operands, **options):
-        make = importlib.import_module("pallas_kernels.delta_prefill")
+        make = importlib.import_module("pallas_kernels.delta.prefill")
         config = make.DeltaPrefillConfig(**fields)
         with mock.patch.object(make, "DeltaPrefillConfig", return_value=config):
             return op(*operands, **options)
@@ -74,7 +74,7 @@ def interpreter(monkeypatch):
     if IS_INTERPRETING:
         h200 = Target(platform="gpu", capability=90)
         monkeypatch.setattr("ukv.implementation.default_target", lambda: h200)
-        monkeypatch.setattr("pallas_kernels.delta_prefill.launch", interpreted_launch)
+        monkeypatch.setattr("pallas_kernels.delta.prefill.launch", interpreted_launch)
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")
@@ -477,7 +477,7 @@ def test_prefill_is_in_place_in_one_command_buffer(kind, num_tokens, language):
 
 def traced_kernels(sizes, dtype, config, kind="kda", num_rows=1):
     """The kernels of a prefill with such a configuration: names, and how launched."""
-    module = importlib.import_module("pallas_kernels.delta_prefill")
+    module = importlib.import_module("pallas_kernels.delta.prefill")
     kind, rng = dataclasses.replace(KINDS[kind], **sizes), np.random.default_rng(3)
     pool = StatePool.create(kind.spec("float32"), "high", part="recurrent", num_slots=9)
     buffer = pool.put({})[pool.view.buffer_index]
@@ -553,7 +553,7 @@ def test_the_default_kernel_has_the_card_the_sizes_and_the_dtype(
         ("gdn", "triton"): "delta_head_chunk_kernel",
     }[kind, language]
     scan = {"gluon": "delta_scan_gluon_kernel", "triton": "delta_scan_kernel"}[language]
-    with mock.patch("pallas_kernels.delta_prefill.is_hopper", return_value=is_hopper):
+    with mock.patch("pallas_kernels.delta.prefill.is_hopper", return_value=is_hopper):
         assert [*traced_kernels(sizes, dtype, {}, kind)] == [chunk, scan]
 
 
@@ -574,7 +574,7 @@ def test_a_scan_in_gluon_has_as_many_programs_as_multiprocessors(
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_language_that_there_is_not_is_refused():
-    module = importlib.import_module("pallas_kernels.delta_prefill")
+    module = importlib.import_module("pallas_kernels.delta.prefill")
     with pytest.raises(ValueError, match="language='pallas' must be 'triton', 'gluon'"):
         module.DeltaPrefillConfig(language="pallas")
 

@@ -47,7 +47,7 @@ by_implementation = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card."""
-    interpret_launches(monkeypatch, "short_conv", "delta_prefill")
+    interpret_launches(monkeypatch, "short_conv", "delta.prefill")
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="this is that process")

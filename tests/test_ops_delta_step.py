@@ -38,7 +38,7 @@ by_kind = pytest.mark.parametrize("kind", STEPS)
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Triton's interpreter in the place of a card, where no program has company."""
-    interpret_launches(monkeypatch, "delta_decode")
+    interpret_launches(monkeypatch, "delta.decode")
     if IS_INTERPRETING:
         without_clusters(monkeypatch)
 
@@ -145,7 +145,7 @@ def test_larger_batches_match_the_oracles(case, implementation, query_len):
 def test_the_tuning_of_every_batch_matches_the_oracles(
     kind, rows, storage, monkeypatch
 ):
-    module = pytest.importorskip("pallas_kernels.delta_decode")
+    module = pytest.importorskip("pallas_kernels.delta.decode")
     tuned = ft.partial(module.default_config, rows)
     monkeypatch.setattr(module, "default_config", lambda _, *facts: tuned(*facts))
     jax.clear_caches()
@@ -324,7 +324,7 @@ def test_faults_of_the_kernel_show_in_the_interpreter(fault, monkeypatch, tmp_pa
     kind, *texts = KERNEL_FAULTS[fault]
     layer, is_fresh = CASES[f"{kind}-128"], [False, False, True, False]
     jax.clear_caches()
-    module = pytest.importorskip("pallas_kernels.delta_decode")
+    module = pytest.importorskip("pallas_kernels.delta.decode")
     kernel = faulty_kernel(tmp_path, module.delta_decode_kernel, *texts)
     monkeypatch.setattr(module, "delta_decode_kernel", kernel)
     with pytest.raises(AssertionError):
@@ -451,7 +451,7 @@ def test_wrong_use_is_refused():
 
 
 def test_the_kernel_refuses_decays_per_channel_where_heads_share_keys():
-    module = pytest.importorskip("pallas_kernels.delta_decode")
+    module = pytest.importorskip("pallas_kernels.delta.decode")
     heads, K, V, rows = 4, 32, 32, 2
     state = module.PartPlace(
         row=0, row_words=1024, num_rows=8, dtype="float32", shape=(heads, V, K)

@@ -29,8 +29,8 @@ INTERPRETED = {
     "mla_decode": ("mla_decode_triton", (4,)),
     "write_kv": ("kv_write_triton", (0, 1)),
     "copy_pages": ("page_copy_triton", (0, 1)),
-    "kda_decode_step": ("delta_decode", (1, 4)),
-    "gdn_decode_step": ("delta_decode", (1, 4)),
+    "kda_decode_step": ("delta.decode", (1, 4)),
+    "gdn_decode_step": ("delta.decode", (1, 4)),
 }
 """Ops whose Triton kernels the interpreter runs, their modules, and which structures:
 some that it gets through within a second or two."""

@@ -270,7 +270,7 @@ def _prefill_op(shape: Shape, implementation, config):
         return functools.partial(
             op, max_query_len=query_len, implementation=implementation
         )
-    run = triton_kernels("delta_prefill").delta_prefill
+    run = triton_kernels("delta.prefill").delta_prefill
 
     def prefill(buffers, view, tokens, gate, bounds, slots):
         written = list(buffers)
@@ -370,7 +370,7 @@ def _prefill_program(implementation, config, *, shape: Shape) -> Program:
 
 
 def _configs() -> dict[Implementation, tuple[Any, ...]]:
-    make = triton_kernels("delta_prefill").DeltaPrefillConfig
+    make = triton_kernels("delta.prefill").DeltaPrefillConfig
     ways = ({"language": "triton"}, {"block_v": 64}, {"block_v": 128})
     return {"triton": tuple(make(**way) for way in ways)}
 

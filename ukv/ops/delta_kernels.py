@@ -62,7 +62,7 @@ def prefill_layer(
     query_lens_of(buffers, view, slots, cu_query_lens)
     num_tokens = tokens.v.shape[0]
     written = list(buffers)
-    written[view.buffer_index], out = triton_kernels("delta_prefill").delta_prefill(
+    written[view.buffer_index], out = triton_kernels("delta.prefill").delta_prefill(
         buffers[view.buffer_index],
         tokens.q,
         tokens.k,

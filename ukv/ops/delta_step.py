@@ -218,7 +218,7 @@ def _decode_step_triton(
     written = list(buffers)
     is_one_pool = state.buffer_index == window.buffer_index
     written[state.buffer_index], windows, out = triton_kernels(
-        "delta_decode"
+        "delta.decode"
     ).delta_decode(
         buffers[state.buffer_index],
         None if is_one_pool else buffers[window.buffer_index],

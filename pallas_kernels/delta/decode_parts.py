@@ -1,4 +1,4 @@
-"""Parts of the Gluon kernel of `pallas_kernels.delta_decode`."""
+"""Parts of the Gluon kernel of `pallas_kernels.delta.decode`."""
 
 import typing
 

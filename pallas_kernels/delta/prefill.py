@@ -24,14 +24,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.card import is_hopper
-from pallas_kernels.delta_chunk_kernel import delta_chunk_kernel
-from pallas_kernels.delta_fragment_chunk_kernel import delta_fragment_chunk_kernel
-from pallas_kernels.delta_head_chunk_kernel import delta_head_chunk_kernel
-from pallas_kernels.delta_head_fragment_chunk_kernel import (
+from pallas_kernels.delta.chunk_kernel import delta_chunk_kernel
+from pallas_kernels.delta.fragment_chunk_kernel import delta_fragment_chunk_kernel
+from pallas_kernels.delta.head_chunk_kernel import delta_head_chunk_kernel
+from pallas_kernels.delta.head_fragment_chunk_kernel import (
     delta_head_fragment_chunk_kernel,
 )
-from pallas_kernels.delta_scan_gluon_kernel import delta_scan_gluon_kernel
-from pallas_kernels.delta_scan_kernel import delta_scan_kernel
+from pallas_kernels.delta.scan_gluon_kernel import delta_scan_gluon_kernel
+from pallas_kernels.delta.scan_kernel import delta_scan_kernel
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.row_chunks import CHUNK, Checkpoints, cut_into_chunks
 from pallas_kernels.triton_launch import launch

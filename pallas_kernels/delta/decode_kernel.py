@@ -1,4 +1,4 @@
-"""The Gluon kernel of `pallas_kernels.delta_decode`.
+"""The Gluon kernel of `pallas_kernels.delta.decode`.
 
 A program has a block of the value rows that share a key head, of one row of the batch,
 and takes it in tiles. The first ones are on their way to registers, or to shared
@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from pallas_kernels.delta_decode_parts import (
+from pallas_kernels.delta.decode_parts import (
     arrive,
     cast_pointer,
     convolve,

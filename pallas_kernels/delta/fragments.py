@@ -297,7 +297,7 @@ def multiply_blocks(x, y, acc):
 def invert_blocks(A, r, c):
     """(I + A)^-1 and its transpose, for strictly lower blocks with rows r, columns c.
 
-    As `pallas_kernels.delta_inverse` does it, from blocks of 1 to 16:
+    As `pallas_kernels.delta.inverse` does it, from blocks of 1 to 16:
 
         [I + A1  0; A21  I + A2]^-1 = [T1  0; -T2 A21 T1  T2]
 

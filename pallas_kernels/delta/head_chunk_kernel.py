@@ -1,6 +1,6 @@
-"""Triton kernel of `pallas_kernels.delta_prefill` for one decay per head and token.
+"""Triton kernel of `pallas_kernels.delta.prefill` for one decay per head and token.
 
-It makes of a chunk what `pallas_kernels.delta_chunk_kernel` does, with decays that
+It makes of a chunk what `pallas_kernels.delta.chunk_kernel` does, with decays that
 multiply whole products: the pairs `2^(G_i - G_j)` need no factors.
 """
 
@@ -9,7 +9,7 @@ import typing
 import triton
 import triton.language as tl
 
-from pallas_kernels.delta_decays import log2_decay
+from pallas_kernels.delta.decays import log2_decay
 
 
 @triton.jit

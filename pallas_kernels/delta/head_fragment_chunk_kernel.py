@@ -1,8 +1,8 @@
-"""Gluon kernel of `pallas_kernels.delta_prefill` for one decay per head and token.
+"""Gluon kernel of `pallas_kernels.delta.prefill` for one decay per head and token.
 
-It makes of a chunk what `pallas_kernels.delta_head_chunk_kernel` does, for keys and
+It makes of a chunk what `pallas_kernels.delta.head_chunk_kernel` does, for keys and
 values of 64 or 128 channels, with operands in registers as in
-`pallas_kernels.delta_fragments`.
+`pallas_kernels.delta.fragments`.
 
 Keys and values are multiplied as they come. With `G` the running sum of the log2 decays
 and `s_i = 1 / |k_i|`, all else is a factor of a row or of a column of 64 x 64:
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pallas_kernels.delta_fragments import (
+from pallas_kernels.delta.fragments import (
     BLOCKS,
     SWIZZLED,
     TOKENS,

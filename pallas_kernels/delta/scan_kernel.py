@@ -1,4 +1,4 @@
-"""Triton kernel of `pallas_kernels.delta_prefill` that takes states through chunks.
+"""Triton kernel of `pallas_kernels.delta.prefill` that takes states through chunks.
 
 One program takes a block of value rows of one head of one row of the batch through
 those of the row's chunks that lie in the segment, one after the other, with its part
@@ -74,7 +74,7 @@ def delta_scan_kernel(
     LAST_ROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """See `pallas_kernels.delta_prefill`."""
+    """See `pallas_kernels.delta.prefill`."""
     C: tl.constexpr = 64
     BLOCKS: tl.constexpr = V // BLOCK_V
     block = tl.program_id(0) % BLOCKS

@@ -1,4 +1,4 @@
-"""Triton kernel of `pallas_kernels.delta_prefill` that makes chunks independent.
+"""Triton kernel of `pallas_kernels.delta.prefill` that makes chunks independent.
 
 This one has a decay per key channel, `delta_head_chunk_kernel` one per head. With `G`
 the running sum of the log2 decays of a chunk of 64 tokens, and everything scaled by
@@ -9,7 +9,7 @@ norms, a chunk of a head is
     w = T (beta k 2^G)     u = T (beta v)     q 2^G     k 2^(G_63 - G)     2^G_63
 
 The products come in pieces, each with a pair of factors that stays finite, see
-`pallas_kernels.delta_decays`: the blocks of 16 on the diagonal (own), the two squares
+`pallas_kernels.delta.decays`: the blocks of 16 on the diagonal (own), the two squares
 between neighbours in a half (near), and the square between the halves (far).
 
 Source of the chunked form: Kimi Linear (arXiv:2510.26692), section 3.
@@ -20,8 +20,8 @@ import typing
 import triton
 import triton.language as tl
 
-from pallas_kernels.delta_decays import reciprocal, sigmoid, write_decays
-from pallas_kernels.delta_inverse import invert
+from pallas_kernels.delta.decays import reciprocal, sigmoid, write_decays
+from pallas_kernels.delta.inverse import invert
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Gluon kernel of `pallas_kernels.delta_prefill` that makes chunks independent.
+"""Gluon kernel of `pallas_kernels.delta.prefill` that makes chunks independent.
 
-It makes of a chunk what `pallas_kernels.delta_chunk_kernel` does, for keys and values
+It makes of a chunk what `pallas_kernels.delta.chunk_kernel` does, for keys and values
 of 64 or 128 channels. There, operands change layouts through shared memory between all
-products; here they stay in registers, see `pallas_kernels.delta_fragments`.
+products; here they stay in registers, see `pallas_kernels.delta.fragments`.
 
 Each of 4 warps has a block of 16 tokens. Per key channel, with `G` the running sum of
 the log2 decays (cut at -15), block b has whole numbers `R_b`, at most 1/2 from G where
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pallas_kernels.delta_fragments import (
+from pallas_kernels.delta.fragments import (
     BLOCKS,
     FLAT_TOKENS,
     SHARED_COLUMNS,

@@ -1,4 +1,4 @@
-"""Device functions for the decays of a chunk, of `pallas_kernels.delta_chunk_kernel`.
+"""Device functions for the decays of a chunk, of `pallas_kernels.delta.chunk_kernel`.
 
 With `G` the running sum of the log2 decays of a chunk, per key channel, a product of
 decayed keys has the terms `2^(G_i - G_j)`, `j <= i`. Each is made of two factors that

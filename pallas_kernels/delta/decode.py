@@ -16,7 +16,7 @@ import numpy as np
 import triton
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.delta_decode_kernel import delta_decode_kernel
+from pallas_kernels.delta.decode_kernel import delta_decode_kernel
 from pallas_kernels.part_place import PartPlace
 from pallas_kernels.triton_launch import launch
 

@@ -1,4 +1,4 @@
-"""Gluon kernel of `pallas_kernels.delta_prefill` that takes states through chunks.
+"""Gluon kernel of `pallas_kernels.delta.prefill` that takes states through chunks.
 
 It does what `delta_scan_kernel` does, with what the chunk kernels in Gluon make. A
 warpgroup has 64 value rows of a head in registers, as `[values, keys]`. A chunk is,
@@ -42,7 +42,7 @@ from pallas_kernels.bulk_copies import (
     start_barriers,
     wait,
 )
-from pallas_kernels.delta_decode_parts import cast_pointer
+from pallas_kernels.delta.decode_parts import cast_pointer
 
 
 @gluon.jit
@@ -206,7 +206,7 @@ def delta_scan_gluon_kernel(
     LAST_ROW: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """See `pallas_kernels.delta_prefill`. K is 64 or 128, BLOCK_V 16 for each warp.
+    """See `pallas_kernels.delta.prefill`. K is 64 or 128, BLOCK_V 16 for each warp.
 
     L2 is asked for a chunk when the one `AHEAD` before it is copied; never if it is 0.
     """

@@ -1,0 +1,1 @@
+"""The gated delta rule on states in the pool: decode step and chunked prefill."""
