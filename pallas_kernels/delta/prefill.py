@@ -1,4 +1,4 @@
-"""Chunked prefill of a gated delta rule layer, in place on the pool (Triton).
+"""Chunked prefill of a gated delta rule layer, in place on the pool (Triton, Gluon).
 
 Rows of unequal length are packed one after the other and cut into chunks of 64 tokens
 each. One kernel computes of all chunks at once what needs no state, another takes the
@@ -23,7 +23,7 @@ import triton
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.card import is_hopper
+from pallas_kernels.card import is_hopper, num_multiprocessors
 from pallas_kernels.delta.chunk_kernel import delta_chunk_kernel
 from pallas_kernels.delta.fragment_chunk_kernel import delta_fragment_chunk_kernel
 from pallas_kernels.delta.head_chunk_kernel import delta_head_chunk_kernel
@@ -47,7 +47,6 @@ _SCAN_KERNELS = {
     "triton": delta_scan_kernel,
     "gluon": typing.cast(triton.JITFunction, delta_scan_gluon_kernel),
 }
-_MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,7 @@ def _scan_options(
         return options | {"BLOCK_V": block_v, "STAGES": config.stages}
     # A program has a multiprocessor to itself. If all run at once, L2 is asked ahead;
     # else memory has enough to do.
-    is_few = num_rows * num_heads * value_dim // 64 <= _MULTIPROCESSORS
+    is_few = num_rows * num_heads * value_dim // 64 <= num_multiprocessors()
     block_v = min(config.block_v or (64 if is_few else 128), value_dim)
     if block_v not in (64, 128):
         raise ValueError(f"{block_v=} must be 64 or 128 in Gluon")
